@@ -189,9 +189,9 @@ def peak_bounds(
     another), and the shards that are kept for the backward; where shards are rounded master weights
     (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered, and one copy in the dtype of
     the master weights, which is rounded on the device. The second is three of the largest bucket, plus with
-    ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket of whole parameters, or of parameters
-    that are cut between blocks, counts as W of the largest shard that a rank owns of it: the owner may receive so many,
-    one of each rank.
+    ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket whose shards may be unequal (of whole
+    parameters, of parameters that are cut between blocks, or on the CPU) counts as W of the largest shard that a rank
+    owns of it: the owner may receive so many, one of each rank.
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
     dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
@@ -219,7 +219,7 @@ def peak_bounds(
     longest: dict[Cuts, int] = {}  # shards, in elements: many buckets have equal cuts
 
     def in_flight(bucket: BucketSpec) -> int:
-        if not (host_ranks or layout.parameters[bucket.slots[0].parameter].alone):
+        if not (host_ranks or _may_be_unequal(bucket, layout)):
             return bucket.numel
         if bucket.cuts not in longest:
             longest[bucket.cuts] = bucket.cuts.largest()
@@ -323,8 +323,12 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
 
 def _largest(bucket: BucketSpec, layout: Layout) -> int:
     """Return the most elements of a bucket that a rank owns."""
-    uneven = layout.parameters[bucket.slots[0].parameter].alone or not bucket.on_accelerator
-    return bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
+    return bucket.cuts.largest() if _may_be_unequal(bucket, layout) else bucket.numel // bucket.world_size
+
+
+def _may_be_unequal(bucket: BucketSpec, layout: Layout) -> bool:
+    """Return whether ranks may own unequal shards of a bucket."""
+    return layout.parameters[bucket.slots[0].parameter].alone or not bucket.on_accelerator
 
 
 def formula_traffic(

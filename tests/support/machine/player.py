@@ -109,6 +109,8 @@ class Player:
                 self.lend()
             case p.Average():
                 return self.averaged()
+            case p.Measure():
+                return self.measure(command)
             case p.Wrong():
                 self.refuse(command)
             case p.RollBack():
@@ -160,6 +162,12 @@ class Player:
 
     def check_bytes(self) -> None:
         """Nothing: the plain loop has no formulas."""
+
+    def measure(self, command: p.Measure) -> int:
+        """Return the payload bytes that are sent less what is due: their sum over the ranks is 0."""
+        for each in command.commands:
+            self.do(each)
+        return 0
 
     def refuse(self, command: p.Wrong) -> None:
         """Nothing: the plain loop refuses nothing."""

@@ -206,6 +206,21 @@ class Step(Command):
     look: bool = True
 
 
+class Measure(Command):
+    """Run a whole step of so many micro-batches of each rank: all ranks together send what the formula says.
+
+    Until then the ranks had no more memory in flight than the formula says.
+    """
+
+    seed: int
+    turns: int = 2
+
+    @property
+    def commands(self) -> list[Command]:
+        backwards = [Backward(self.seed + turn) for turn in range(self.turns)]
+        return [*backwards, Step(), ZeroGrad()]
+
+
 class Scaled(Command):
     """Run a whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
 
@@ -368,7 +383,7 @@ class Load(Command):
     folder: str = ""
 
 
-LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average, Wrong)
+LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average, Wrong, Measure)
 """Commands that commits before them do not know."""
 
 

@@ -179,6 +179,17 @@ class Rank(OnRank, Player):
             before = kind == "gradients" and told.bytes[kind] == 0  # no reduction has needed a buffer yet
             assert before or told.bytes[kind] == told.formula_bytes[kind], f"{kind}\n{told}"
 
+    def measure(self, command: p.Measure) -> int:
+        before = self.optimizer.traffic
+        backwards, rest = command.commands[: command.turns], command.commands[command.turns :]
+        for each in (*backwards, replace(rest[0], look=False), *rest[1:]):
+            self.do(each)
+        sent = (self.optimizer.traffic - before).payload_sent
+        told = self.optimizer.describe()
+        for peak in ("gathered_peak", "scratch_peak"):
+            assert told.bytes[peak] <= told.formula_bytes[peak], f"{peak}\n{told}"
+        return sent - (0 if self.rank else told.formula_traffic_bytes(command.turns, command.turns))
+
     def refuse(self, command: p.Wrong) -> None:
         """Assert that a call is refused. Its text may name all that `zero` exports, and the functions below."""
 

@@ -41,7 +41,10 @@ class Run:
         if isinstance(command, p.Load):
             self.backend.start(self.config, command.setting, self.backend.save(command))
             return
-        for rank, seen in enumerate(self.backend.do(command)):
+        results = self.backend.do(command)
+        if isinstance(command, p.Measure):
+            results = [sum(results)]
+        for rank, seen in enumerate(results):
             if isinstance(command, (p.Consolidate, p.FullState)) and command.to != rank:
                 continue
             if isinstance(command, p.Consolidate):
