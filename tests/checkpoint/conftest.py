@@ -9,7 +9,7 @@ import pytest
 from zero import ZeroOptimizer
 
 from .file_systems import FILE_SYSTEMS, VARIABLE
-from .saves import Training
+from .saved import Training
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

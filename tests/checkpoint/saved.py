@@ -1,62 +1,88 @@
-"""Small checkpoints of a small model, and forged ones, whose manifest fits although their bytes were changed."""
+"""Small trainings that save, checkpoints that were forged, and a writer that takes as many chunks as a test allows.
+
+Knows: how a checkpoint is laid out, `Snapshot.take`, where the size of blocks is used. Does not know: what is tested.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
+import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from zero import ZeroOptimizer
-from zero.checkpoint.folder.directory import check_visible
+from zero import CheckpointManager, ZeroOptimizer
+from zero.checkpoint import manager, single
+from zero.checkpoint.folder.directory import LEASE, check_visible
+from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest, index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
 from zero.checkpoint.single import save_one
+from zero.checkpoint.write import capture
 from zero.checkpoint.write.saver import SaveRequest
+
+from ..support.limits import PATIENT
+from ..support.models import build, odd_batches, odd_loss
 
 BLOCK = 4096
 MODEL, OPTIMIZER = "model/model-00001-of-00001.safetensors", "optimizer/optimizer-00001-of-00001.safetensors"
 INDEX = "model/model.safetensors.index.json"
+OF_RANK = "ranks/rank-00000.safetensors"
 
 
-class TiedModel(nn.Module):
-    """A model with tied weights, a buffer, a frozen parameter of another dtype, and one without elements."""
+class Training:
+    """A model with all kinds of parameters, in many buckets, on one rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.inner = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 5, bias=False)
-        self.head.weight = self.embedding.weight
-        self.frozen = nn.Parameter(torch.ones(3, dtype=torch.bfloat16), requires_grad=False)
-        self.empty = nn.Parameter(torch.empty(0, 3))
-        self.register_buffer("scale", torch.tensor(2.0))
+    def __init__(self, transport: Any = None, stage: int = 0, cls: Any = torch.optim.AdamW, **arguments: Any) -> None:
+        self.model = build(0)
+        arguments = {"bucket_cap_mb": 0.0005, "lr": 1e-2, **arguments}
+        self.optimizer = ZeroOptimizer(self.model, cls, stage=stage, process_group=transport, **arguments)
+        self.rank, self.world_size = self.optimizer.rank, self.optimizer.world_size
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.head(torch.tanh(self.inner(self.embedding(tokens)))) * self.scale
-        return found
+    def backward(self, number: int) -> None:
+        batch = odd_batches(self.world_size, number, extra=False)[self.rank]
+        odd_loss(self.model, (batch[0], number % 2 == 1)).backward()  # type: ignore[no-untyped-call]
+
+    def step(self, number: int) -> None:
+        """Train one step, with the batch of this number."""
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def on_rank_0(self, act: Any) -> None:
+        """Call a function on rank 0, after what all ranks did before, and before what they do next."""
+        self.optimizer.exchange(b"")
+        if self.rank == 0:
+            act()
+        self.optimizer.exchange(b"")
 
 
-def built(cls: type[nn.Module] = TiedModel, **arguments: Any) -> nn.Module:
-    """Return a model that is the same every time."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return cls(**arguments)
+def plain_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
+    """Return the whole plain dict. All ranks."""
+    optimizer.consolidate_state_dict(None)
+    return optimizer.state_dict()
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
-    """Run steps, each on tokens of its own."""
+    """Run steps, each on a batch that is that of all ranks, of which there are a power of two."""
     for step in steps:
-        optimizer.zero_grad()
-        model(torch.tensor([step % 5, (step + 2) % 5])).square().sum().backward()
+        odd_loss(model, odd_batches(2, step)[1]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- what was saved ----------------------------------------------------------------------------------------------------
 
 
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
@@ -67,17 +93,59 @@ def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
 
 
 def save_trained(path: Path) -> Path:
-    """Save a checkpoint of less than 32 kB."""
-    model = built()
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    train(model, optimizer, range(2))
-    save_small(path, optimizer)
+    """Save a small checkpoint, with an average."""
+    training = Training(lr=1e-2)
+    train(training.model, training.optimizer, range(2))
+    save_small(path, training.optimizer)
+    add_averages(path, {"ema": {"a": torch.ones(3)}})
     return path
+
+
+def saved(folder: Path, optimizer: ZeroOptimizer, *steps: int) -> None:
+    """Write checkpoints of these steps."""
+    with CheckpointManager(folder, optimizer) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, blocking=True)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def names(*steps: int) -> list[str]:
+    """Return the entries of a folder that has these steps."""
+    return [".lock", *(f"step-{step:08d}" for step in steps)]
+
+
+def entries(folder: Path) -> list[str]:
+    """Return the names in a folder, but for the file that stands for a lock on some file systems."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != LEASE)
+
+
+def aside(folder: Path) -> list[str]:
+    """Return the names of what was set aside, without the nonce."""
+    return [name.rpartition("-")[0] for name in entries(folder) if name.startswith("abandoned-")]
+
+
+def tree(folder: Path) -> list[str]:
+    """Return the paths of everything below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
 def files_of(folder: Path) -> list[str]:
     """Return the paths of all files of a checkpoint, in order."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return [path for path in tree(folder) if (folder / path).is_file()]
+
+
+# -- what was forged ---------------------------------------------------------------------------------------------------
+
+
+def break_one(folder: Path, step: int) -> None:
+    """Change one byte of a checkpoint."""
+    path = step_folder(folder, step) / MODEL
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def forge(folder: Path, **changes: Any) -> None:
@@ -113,15 +181,79 @@ def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metad
     path.write_bytes(head + data[found.data :])
 
 
+def digest(value: Any) -> str:
+    """Return the SHA-256 of a value, as a manifest has it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def edit_manifest(folder: Path, **changes: Any) -> None:
     """Change keys of the manifest's JSON. Its SHA-256 fits."""
     found = {**json.loads((folder / NAME).read_bytes()), **changes}
     found.pop("sha256")
-    digest = hashlib.sha256(json.dumps(found, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-    (folder / NAME).write_bytes(manifest_text({**found, "sha256": digest}))
+    (folder / NAME).write_bytes(manifest_text({**found, "sha256": digest(found)}))
 
 
 def manifest_text(found: dict[str, Any]) -> bytes:
     """Return these keys as a manifest has them: a line for each."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+# -- a save under way --------------------------------------------------------------------------------------------------
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Let checkpoints have small blocks, so that small models have many chunks."""
+    for module in (manager, single):
+        monkeypatch.setattr(module, "SaveRequest", partial(SaveRequest, block_bytes=nbytes))
+
+
+class Taker:
+    """Lets the thread of each rank take so many chunks of a save, and no more. A blocking save takes all."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._changed = threading.Condition()
+        self._allowed: dict[int, float] = {}
+        self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
+        self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
+        take = capture.Snapshot.take
+
+        def wrapped(this: capture.Snapshot, chunk: Chunk, out: Tensor) -> None:
+            name = threading.current_thread().name
+            if not name.startswith("zero-checkpoint"):
+                take(this, chunk, out)
+                return
+            rank = int(name.rpartition(" ")[2])
+            with self._changed:
+                may = self._changed.wait_for(lambda: self.taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
+                assert may, "never released"
+            buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
+            self._buckets.setdefault(rank, []).append(buckets)
+            take(this, chunk, out)
+            with self._changed:
+                self.taken[rank] += 1
+                self._changed.notify_all()
+
+        monkeypatch.setattr(capture.Snapshot, "take", wrapped)
+
+    def begin(self, rank: int, count: float) -> None:
+        """Begin to count anew, and allow a rank so many chunks."""
+        with self._changed:
+            self._allowed[rank], self.taken[rank] = count, 0
+
+    def release(self, rank: int) -> None:
+        """Allow a rank all that is left."""
+        with self._changed:
+            self._allowed[rank] = math.inf
+            self._changed.notify_all()
+
+    def wait_until(self, rank: int, count: int) -> None:
+        """Return when the rank's thread has taken so many chunks."""
+        with self._changed:
+            done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
+            assert done, f"rank {rank} has taken {self.taken[rank]} chunks"
+
+    def one_of_each_bucket(self, rank: int) -> list[int]:
+        """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
+        taken = self._buckets[rank][-self.taken[rank] :]
+        return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]

@@ -1,32 +1,53 @@
-"""Every changed, missing, added or shortened file of a checkpoint is an error that names it."""
+"""Every changed, missing, added or forged file of a checkpoint is an error that names it; no code of it runs."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import pickle
 import re
 import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from zero import CheckpointError, ZeroOptimizer, open_checkpoint
-from zero.checkpoint.format.manifest import NAME
+from zero import CheckpointError, load, open_checkpoint
+from zero.checkpoint.format.manifest import NAME, Manifest
+from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, index_bytes
+from zero.checkpoint.read.reader import Checkpoint
 
 from ..support.descriptors import listed
-from .saved import BLOCK, INDEX, MODEL, add_averages, files_of, save_small, save_trained
+from .saved import (
+    BLOCK,
+    INDEX,
+    MODEL,
+    OF_RANK,
+    OPTIMIZER,
+    Training,
+    edit_manifest,
+    files_of,
+    forge,
+    rewrite_header,
+    save_trained,
+)
+
+STATE, INDEX_OF_AVERAGES = "state.safetensors", "averages/ema/ema.safetensors.index.json"
+EVERYTHING: tuple[Callable[[Checkpoint], Any], ...] = (
+    Checkpoint.verify,
+    Checkpoint.model_state_dict,
+    Checkpoint.optimizer_state_dict,
+    lambda checkpoint: checkpoint.state,
+    lambda checkpoint: checkpoint.rank_state(0),
+)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a checkpoint below 32 kB."""
-    path = save_trained(tmp_path_factory.mktemp("checkpoints") / "whole")
-    add_averages(path, {"ema": {"a": torch.ones(3)}})
-    return path
+    return save_trained(tmp_path_factory.mktemp("checkpoints") / "whole")
 
 
 @pytest.fixture
@@ -35,13 +56,12 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
-def assert_broken(folder: Path, *named: str) -> str:
+def assert_broken(folder: Path, *named: str) -> None:
     """Assert that `verify` raises, and that its error names these."""
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(folder).verify()
     for name in named:
         assert name in str(raised.value), (name, str(raised.value))
-    return str(raised.value)
 
 
 # -- bits and bytes ----------------------------------------------------------------------------------------------------
@@ -59,7 +79,6 @@ def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
 def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
     """Each 401st: all bits of a byte, in each block many times."""
     sizes = {path: (copy / path).stat().st_size for path in files_of(copy)}
-    assert sum(sizes.values()) < 32 * 1024
     named = {
         (path, block): tensors_of_block(copy, path, block)
         for path, size in sizes.items()
@@ -76,33 +95,6 @@ def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
     open_checkpoint(copy).verify()
 
 
-def test_a_broken_block_is_named_with_the_tensors_that_it_has_bytes_of_and_so_is_a_cut(tmp_path: Path) -> None:
-    folder, path = tmp_path / "larger", tmp_path / "larger" / "state.safetensors"
-    optimizer = ZeroOptimizer(nn.Linear(50, 50), torch.optim.SGD, lr=0.1)
-    save_small(folder, optimizer, state={"a": torch.ones(3), "b": torch.ones(1500), "c": torch.ones(2000)})
-    data = path.read_bytes()
-    for byte, text in (
-        (20, "is broken at block 0 (its header)"),
-        (BLOCK, "is broken at block 1 (one of 2 tensors from 'a' to 'b')"),
-        (2 * BLOCK, "is broken at block 2 (one of 2 tensors from 'b' to 'c')"),
-        (3 * BLOCK, "is broken at block 3 ('c')"),
-        (len(data) - 1, f"is broken at block {len(data) // BLOCK} ('c')"),
-    ):
-        path.write_bytes(data[:byte] + bytes([data[byte] ^ 4]) + data[byte + 1 :])
-        assert_broken(folder, f"{path} {text}")
-        with pytest.raises(CheckpointError, match=re.escape(str(path))):
-            assert open_checkpoint(folder).state
-    path.write_bytes(data)
-    for path in (folder / name for name in files_of(folder)):
-        data = path.read_bytes()
-        borders = range(0, len(data), BLOCK)
-        for length in {*borders, *(b - 1 for b in borders if b), len(data) - 1, len(data) + 1}:
-            path.write_bytes((data + b"\0")[:length])
-            assert_broken(folder, str(path))
-        path.write_bytes(data)
-    open_checkpoint(folder).verify()
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
@@ -114,14 +106,16 @@ ADDED = [
 
 
 def test_an_added_file_that_could_be_taken_for_a_part_is_named(copy: Path) -> None:
+    """Others, and a link to a checkpoint, are no damage."""
+    (copy / "model" / "README.md").write_text("mine")
+    (copy.parent / "latest").symlink_to(copy)
+    open_checkpoint(copy.parent / "latest").verify()
     for path in ADDED:
         (copy / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(copy / MODEL, copy / path)
-        assert_broken(copy, f"{copy / path} is no part of the checkpoint")
-        (copy / path).unlink()
-        (copy / path).symlink_to(copy / "model")
-        assert_broken(copy, f"{copy / path} is no part of the checkpoint")
-        (copy / path).unlink()
+        for put in (lambda to: shutil.copy(copy / MODEL, to), lambda to: to.symlink_to(copy / "model")):
+            put(copy / path)
+            assert_broken(copy, f"{copy / path} is no part of the checkpoint")
+            (copy / path).unlink()
 
 
 PUTS: dict[str, Callable[[Path, Path], object]] = {
@@ -138,7 +132,7 @@ PUTS: dict[str, Callable[[Path, Path], object]] = {
 @pytest.mark.parametrize("put", PUTS)
 def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, put: str) -> None:
     before, outside = listed(), copy.parent / "outside"
-    for path in (NAME, MODEL, INDEX, "state.safetensors", "ranks/rank-00000.safetensors"):
+    for path in (NAME, MODEL, INDEX, STATE, OF_RANK):
         shutil.copy(copy / path, copy.parent / "kept")
         os.rename(copy / path, outside)
         PUTS[put](copy / path, outside)
@@ -149,3 +143,169 @@ def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, 
         shutil.copy(copy.parent / "kept", copy / path)
         (copy / path).with_name("beside.txt").unlink(missing_ok=True)
     assert not listed() - before
+
+
+# -- forgeries, whose checksums are right ------------------------------------------------------------------------------
+
+
+def opened_for(call: Callable[[Checkpoint], Any], folder: Path) -> tuple[set[str], str]:
+    """Return the files that are opened for a call, as the kernel names them, and the text of its error."""
+    found: set[str] = set()
+    real = os.open
+
+    def noted(*arguments: Any, **options: Any) -> int:
+        number = real(*arguments, **options)
+        found.add(os.readlink(f"/proc/self/fd/{number}"))
+        return number
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", noted)
+        try:
+            call(open_checkpoint(folder))
+        except CheckpointError as error:
+            return found, str(error)
+    return found, ""
+
+
+class Payload:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.assumes("open")
+@pytest.mark.parametrize("path", [MODEL, OPTIMIZER, INDEX, STATE, OF_RANK, NAME])
+def test_a_pickle_is_never_unpickled_and_no_link_is_entered(copy: Path, path: str) -> None:
+    marker, whole = copy.parent / "was unpickled", (copy / path).read_bytes()
+    torch.save({"a": Payload(marker)}, copy.parent / "saved")
+    for pickled in (pickle.dumps(Payload(marker)), (copy.parent / "saved").read_bytes()):
+        (copy / path).write_bytes(pickled)
+        if path != NAME:
+            forge(copy)
+        for call in EVERYTHING:
+            assert all(name.startswith(str(copy)) for name in opened_for(call, copy)[0])
+        assert opened_for(Checkpoint.verify, copy)[1]
+    assert not marker.exists()
+    (copy / path).write_bytes(whole)
+    if "/" in path:
+        folder = (copy / path).parent
+        os.rename(folder, copy.parent / "outside")
+        folder.symlink_to(copy.parent / "outside")
+        assert str(folder) in opened_for(Checkpoint.verify, copy)[1]
+        for call in EVERYTHING:
+            assert all(name.startswith(str(copy)) for name in opened_for(call, copy)[0])
+
+
+def put_index(**changes: str) -> Callable[[Path], object]:
+    def put(copy: Path) -> None:
+        files: dict[str, list[TensorEntry]] = {}
+        for name, path in {**dict.fromkeys(open_checkpoint(copy).tensors("model"), MODEL), **changes}.items():
+            files.setdefault(path.removeprefix("model/"), []).append(TensorEntry(name, "F32", ()))
+        (copy / INDEX).write_bytes(index_bytes(files))
+
+    return put
+
+
+def put_file(path: str, name: str) -> Callable[[Path], object]:
+    """Add a file with a tensor to the checkpoint."""
+
+    def put(copy: Path) -> None:
+        (copy / path).parent.mkdir(exist_ok=True)
+        (copy / path).write_bytes(header_bytes([TensorEntry(name, "F32", (1,))], {}) + bytes(4))
+        manifest = Manifest.from_bytes((copy / NAME).read_bytes())
+        forge(copy, files={**manifest.files, path: manifest.files[MODEL]})
+
+    return put
+
+
+def drop(path: str) -> Callable[[Path], object]:
+    """Remove a file, also from the manifest."""
+
+    def dropped(copy: Path) -> None:
+        (copy / path).unlink()
+        files = dict(Manifest.from_bytes((copy / NAME).read_bytes()).files)
+        forge(copy, files={name: sums for name, sums in files.items() if name != path})
+
+    return dropped
+
+
+def put_header(path: str, **metadata: str) -> Callable[[Path], object]:
+    return lambda copy: rewrite_header(copy / path, None, **metadata)
+
+
+def put_manifest(**changes: Any) -> Callable[[Path], object]:
+    return lambda copy: edit_manifest(copy, **changes)
+
+
+NOT_NAMED = r"index\.json does not name the files"
+FORGED: list[tuple[Callable[[Path], object], str]] = [
+    (put_index(scale="other.safetensors"), NOT_NAMED),
+    (lambda copy: (copy / INDEX).write_bytes(index_bytes({})), NOT_NAMED),
+    (drop(MODEL), NOT_NAMED),
+    (lambda copy: (copy / INDEX_OF_AVERAGES).write_bytes(index_bytes({})), f"{INDEX_OF_AVERAGES} does not name"),
+    *((drop(path), f"has no {path}") for path in (INDEX_OF_AVERAGES, INDEX, STATE)),
+    (put_index(scale="../optimizer/x"), r"index\.json: 'scale' lies in '\.\./optimizer/x', which is no name"),
+    (put_file("model/x.safetensors", "scale"), r"'scale' is in model/.* and in model/x\.safetensors"),
+    (put_file("optimizer/x.safetensors", "state.nothing.exp_avg"), "'state.nothing.exp_avg' is the state of no param"),
+    (put_file("masters/x.safetensors", "a"), "'a' has master weights, but is in no param group"),
+    (put_header(MODEL, x="y"), "'x' is another name of 'y'"),
+    (put_header(STATE, tree="{"), r"state\.safetensors: its tree is not JSON"),
+    (put_header(STATE, tree="[]"), r"state\.safetensors: it has no tree of values by name"),
+    (put_header(STATE, tree='{"a":{"$object":"os.system"}}'), r"has the unknown tag '\$object'"),
+    (put_header(STATE, tree='{"a":{"$tensor":"b"}}'), "a saved state cannot be read"),
+    (put_header(OF_RANK, tree='{"rank_state":{}}'), r"rank-00000\.safetensors: it has no 'rng' and 'rank_state' by"),
+    (put_header(OPTIMIZER, values="]"), "its values is not JSON"),
+    (put_header(OPTIMIZER, values="[]"), "its values have no names"),
+    (put_header(OPTIMIZER, values='{"state.x.y":1}'), "'state.x.y' is the state of no parameter"),
+    (put_manifest(param_groups=[{"lr": {"$": 1}, "params": []}]), r"checkpoint\.json: a saved state has the unknown"),
+    (put_manifest(files={"../outside": {"bytes": 0, "crc32": []}}), r"'\.\./outside' is not a path inside a checkp"),
+    (put_manifest(block_bytes=2**60), "is not from 0 to 1073741824"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), FORGED)
+def test_a_forged_checkpoint_is_a_checkpoint_error(copy: Path, change: Callable[[Path], object], why: str) -> None:
+    manifest = (copy / NAME).read_bytes()
+    change(copy)
+    if (copy / NAME).read_bytes() == manifest:
+        forge(copy)
+    errors = [opened_for(call, copy)[1] for call in EVERYTHING]
+    assert any(re.search(why, error) for error in errors), errors
+
+
+def test_a_large_claimed_block_allocates_no_more_than_the_file_and_an_unknown_file_is_verified(copy: Path) -> None:
+    """A later release may add files and keys."""
+    manifest = Manifest.from_bytes((copy / NAME).read_bytes())
+    (copy / "later").write_bytes(b"text")
+    forge(copy, block_bytes=1 << 30, files=dict.fromkeys([*manifest.files, "later"]))
+    edit_manifest(copy, later={"key": [1]})
+    checkpoint = open_checkpoint(copy)
+    for path, sums in checkpoint.manifest.files.items():
+        with checkpoint.file(path) as reader:
+            assert len(reader._keep(0)) == sums.nbytes
+    checkpoint.verify()
+    (copy / "later").write_bytes(b"tent")
+    assert_broken(copy, "later is broken at block 0")
+
+
+GENERATORS = [
+    ('{"rng":{},"rank_state":{}}', r"generators cannot be used here \(KeyError: 'torch'\): rng=False restores"),
+    ('{"rng":{"torch":1,"numpy":2,"random":3},"rank_state":{}}', r"cannot be used here \(TypeError: expected"),
+    ("{}", r"it has no 'rng' and 'rank_state'"),
+]
+
+
+def test_generators_that_cannot_be_restored_are_found_before_anything_changes(copy: Path) -> None:
+    optimizer = Training().optimizer
+    before, stream = optimizer.check_replicas(), torch.get_rng_state()
+    for found, why in GENERATORS:
+        rewrite_header(copy / OF_RANK, tree=found)
+        forge(copy)
+        with pytest.raises(ValueError, match=why):
+            load(copy, optimizer)
+        assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+        assert torch.equal(torch.get_rng_state(), stream)

@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +17,53 @@ import pytest
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint.folder.directory import LEASE, LOCK, Holder, LockedDirectory
-from zero.checkpoint.write.save_folder import SaveFolder
 
 from ..support.limits import PATIENT
 from ..support.parts import parts_of
 from .file_systems import FILE_SYSTEMS
-from .saves import Training, entries
+from .saved import Training, entries, names
 
 HERE = rf"pid {os.getpid()} on host {re.escape(socket.gethostname())} \(this process: .*still trains into "
 LOCKED = (LOCK, LEASE)  # the file of a lock, and what takes its place where there are none
 
 
 def manager(folder: Path, **arguments: Any) -> CheckpointManager:
-    return CheckpointManager(folder, Training(None, 0).optimizer, **arguments)
+    return CheckpointManager(folder, Training().optimizer, **arguments)
 
 
-@pytest.fixture
-def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    FILE_SYSTEMS["no flock"].use(monkeypatch)
+@pytest.mark.filterwarnings("ignore:.*where no file can be locked")
+@pytest.mark.parametrize("locks", [True, False], ids=["locks", "no locks"])
+def test_a_second_run_is_refused_and_names_the_first_on_every_rank(
+    locks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what to remove, where no file can be locked."""
+    if not locks:
+        FILE_SYSTEMS["no flock"].use(monkeypatch)
+    words = HERE if locks else rf"still trains into .* if it has, remove {re.escape(str(tmp_path / LEASE))}$"
 
-
-def dropped(folder: Path) -> None:
-    """Make a manager that nobody closes: it is closed when nobody has it any more."""
-    manager(folder)
-    gc.collect()
-
-
-def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Path) -> None:
     def program(transport: Transport) -> str:
         training = Training(transport, 1)
-        with pytest.raises(ValueError, match=rf"rank 0: {HERE}") as caught:
+        with pytest.raises(ValueError, match=rf"rank 0: .*{words}") as caught:
             CheckpointManager(tmp_path, training.optimizer)
         assert not parts_of(training.optimizer).update.watchers
         return str(caught.value)
 
-    with manager(tmp_path):
-        assert len(set(on_threads(2, program))) == 1
-    dropped(tmp_path)
-    manager(tmp_path).close()
+    def dropped() -> None:
+        manager(tmp_path)  # that nobody closes: it is closed when nobody has it any more
+        gc.collect()
 
-
-@pytest.mark.usefixtures("without_locks")
-@pytest.mark.filterwarnings("ignore:.*where no file can be locked")
-def test_a_second_run_is_refused_without_locks_too_and_told_what_to_remove(tmp_path: Path) -> None:
-    lease = tmp_path / LEASE
     with manager(tmp_path) as checkpoints:
-        with pytest.raises(ValueError, match=rf"still trains into .* if it has, remove {re.escape(str(lease))}$"):
-            manager(tmp_path)
+        assert len(set(on_threads(2, program))) == 1
         checkpoints.save(1, blocking=True)
-        assert json.loads(lease.read_text())["pid"] == os.getpid()
-    assert not lease.exists()
-    dropped(tmp_path)
-    assert not lease.exists()
+        assert locks or json.loads((tmp_path / LEASE).read_text())["pid"] == os.getpid()
+    dropped()
+    assert locks or not (tmp_path / LEASE).exists()
+    manager(tmp_path).close()
 
 
 def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
-    reading, writing = os.pipe()
-    is_there, was_there = os.pipe()
+    (reading, writing), (is_there, was_there) = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
@@ -92,8 +80,8 @@ def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path
         os.waitpid(child, 0)
 
 
-@pytest.mark.usefixtures("without_locks")
-def test_a_lease_of_a_process_that_has_ended_is_taken_over(tmp_path: Path) -> None:
+def test_a_lease_of_a_process_that_has_ended_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FILE_SYSTEMS["no flock"].use(monkeypatch)
     child = os.fork()
     if not child:
         held = LockedDirectory(tmp_path, "0" * 16)
@@ -134,46 +122,22 @@ def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
     name, how = row.split()
     if name == LEASE:
         FILE_SYSTEMS["no flock"].use(monkeypatch)
+
+    def times() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name not in LOCKED}
+
     old = manager(tmp_path, max_to_keep=1)
     old.save(1, blocking=True)
     (tmp_path / name).unlink()
     new = manager(tmp_path) if how == "replaced" else None
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name not in LOCKED}
+    before = times()
     with pytest.raises(RuntimeError, match=rf"\{name} (belongs to another run|is gone)"):
         old.save(3)
     old.close()
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name not in LOCKED} == before
+    assert times() == before
     if new is not None:
         assert (tmp_path / name).exists()
         new.close()
-
-
-@pytest.mark.assumes("flock")
-@pytest.mark.parametrize("moment", ["collect", "commit"])
-def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_what_follows(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The commit, and after it the removal of older checkpoints."""
-    old = manager(tmp_path, max_to_keep=1)
-    old.save(1, blocking=True)
-    call: Callable[..., Any] = getattr(SaveFolder, moment)
-
-    def loses_the_lock(this: SaveFolder, *arguments: Any) -> Any:
-        found = call(this, *arguments)
-        (tmp_path / LOCK).unlink()
-        (tmp_path / LOCK).touch()
-        return found
-
-    monkeypatch.setattr(SaveFolder, moment, loses_the_lock)
-    words = "rank 0 could not save .*" if moment == "collect" else "could not be removed: .*"
-    words += r"\.lock belongs to another run"
-    with pytest.raises(RuntimeError, match=words) if moment == "collect" else pytest.warns(RuntimeWarning, match=words):
-        old.save(2, blocking=True)
-    old.close()
-    assert entries(tmp_path) == [LOCK, "step-00000001", "step-00000002"][: 2 if moment == "collect" else 3]
-
-
-# -- a folder that is removed ------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes_it_again(tmp_path: Path) -> None:
@@ -183,22 +147,15 @@ def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes
     def program(transport: Transport) -> str:
         training = Training(transport, 1)
         checkpoints = CheckpointManager(run, training.optimizer)
-
-        def on_rank_0(act: Callable[[], object]) -> None:
-            training.optimizer.exchange(b"")
-            if transport.rank == 0:
-                act()
-            training.optimizer.exchange(b"")
-
         checkpoints.save(1, blocking=True)
-        on_rank_0(lambda: shutil.rmtree(run))
+        training.on_rank_0(lambda: shutil.rmtree(run))
         saving = checkpoints.save(2)
         saving.wait()
         training.step(1)
         with pytest.raises(RuntimeError, match=reason):
             saving.result()
         assert (checkpoints.all_steps(), checkpoints.restore(), run.exists()) == ([], None, False)
-        on_rank_0(run.mkdir)
+        training.on_rank_0(run.mkdir)
         checkpoints.save(3, blocking=True)
         if transport.rank == 0:
             with pytest.raises(ValueError, match=HERE):
@@ -209,4 +166,4 @@ def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes
 
     with pytest.warns(RuntimeWarning, match=f"has failed, and training goes on: {reason}; the next save tries again"):
         assert len(set(on_threads(2, program, timeout=PATIENT))) == 1
-    assert entries(run) == [LOCK, "step-00000003"]
+    assert entries(run) == names(3)

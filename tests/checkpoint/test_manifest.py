@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -24,10 +23,9 @@ from zero.checkpoint.format.manifest import (
 )
 from zero.core.statetree import FormatError
 
-from .saved import manifest_text
+from .saved import OF_RANK, digest, manifest_text
 
 MORE = settings(max_examples=5 * settings().max_examples)
-OF_RANK = "ranks/rank-00000.safetensors"
 WHOLE = Manifest(
     step=7,
     parameters=(
@@ -77,10 +75,6 @@ def manifests(draw: st.DrawFn) -> Manifest:
     return Manifest(draw(sizes), found, ({**group, "params": ["a"]},), files, block_bytes, draw(texts), written_by)
 
 
-def digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
 def signed(found: dict[str, Any], content: str | None = None) -> bytes:
     """Return a manifest with these keys whose content and SHA-256 are right, as somebody could forge it."""
     rest = {key: value for key, value in found.items() if key != "sha256"}
@@ -106,22 +100,17 @@ def test_a_manifest_comes_back_as_it_was_written(manifest: Manifest) -> None:
 
 
 def test_the_content_depends_on_the_files_alone_but_not_on_those_of_ranks() -> None:
+    """And keys that this release does not know are ignored everywhere."""
     same = replace(
         WHOLE, step=8, written_by={}, files={**WHOLE.files, "ranks/rank-00001.safetensors": FileSums(1, (1,))}
     )
     assert same.content == WHOLE.content
     for path, sums in (("empty", FileSums(1, (0,))), ("more", FileSums(0, ()))):
         assert replace(WHOLE, files={**WHOLE.files, path: sums}).content != WHOLE.content
-    turned = dict(reversed(list(WHOLE.files.items())))
-    assert replace(WHOLE, files=turned).content == WHOLE.content
-
-
-def test_unknown_keys_are_ignored_everywhere() -> None:
+    assert replace(WHOLE, files=dict(reversed(list(WHOLE.files.items())))).content == WHOLE.content
     found = json.loads(TEXT)
-    found["more"] = {"a": [1]}
-    found["parameters"][0]["more"] = None
-    found["param_groups"][0]["more"] = 1
-    found["files"]["empty"]["more"] = "x"
+    for part in (found, found["parameters"][0], found["param_groups"][0], found["files"]["empty"]):
+        part["more"] = {"a": [None, 1, "x"]}
     read = Manifest.from_bytes(signed(dict(sorted(found.items()))))
     assert (read.parameters, read.files, read.step) == (WHOLE.parameters, WHOLE.files, WHOLE.step)
 
@@ -142,7 +131,7 @@ def changed_texts() -> Iterator[bytes]:
     yield from (b"null", b"[]", b"{}", b'{"format":"other","version":1}', b'{"format":1}', b"\xff")
     yield from (TEXT + b" ", b" " + TEXT, json.dumps(json.loads(TEXT)).encode())
     yield from (TEXT.replace(b"\\u00e4", "ä".encode()), TEXT.replace(b'"step": 7', b'"step": 7.0'))
-    for key, depth in itertools.product((b"written_by", b"more", b"param_groups"), (500, 2_000, 100_000)):
+    for key, depth in itertools.product((b"written_by", b"more", b"param_groups"), (500, 100_000)):
         yield TEXT.replace(b'"step": 7', b'"step": 7, "%s": %s' % (key, b"[" * depth + b"]" * depth))
 
 

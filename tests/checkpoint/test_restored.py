@@ -1,32 +1,36 @@
-"""Everything that training needs comes back from a checkpoint, and what cannot is named."""
+"""What training needs comes back from a checkpoint; what cannot is named, or is one error before anything changes."""
 
 from __future__ import annotations
 
+import errno
 import random
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+import zero
 from collectives import Transport, on_threads
-from zero import Offload, ZeroOptimizer, load, open_checkpoint, save
+from zero import CheckpointError, CheckpointManager, ZeroOptimizer, load, open_checkpoint, save
+from zero.checkpoint.format.manifest import NAME
+from zero.checkpoint.read import restorer
 from zero.checkpoint.user_state import digests, generators
-from zero.runtime.offload import DiskOffload
+from zero.checkpoint.write.save_folder import SaveError
 
+from ..support.errors import warned
+from ..support.models import build
 from ..support.plain import assert_same_model, assert_same_value
 from ..support.pool import GlooPool
-from ..support.programs import locked_build
 from ..support.quantised import Quantised, assert_same_qlora, qlora
 from ..support.rows import rows
-from .runs import MICRO_BATCHES, take_steps
-from .saves import Training
-
-# -- parameters, buffers, groups ---------------------------------------------------------------------------------------
+from ..support.warned import own
+from .saved import MODEL, OPTIMIZER, Training, small_blocks, step_folder, train
 
 
 class Grouped:
@@ -35,8 +39,8 @@ class Grouped:
     All values and options depend on the seed.
     """
 
-    def __init__(self, transport: Transport, stage: int, cap: float, seed: int) -> None:
-        self.model = locked_build(seed)
+    def __init__(self, transport: Transport, stage: int, seed: int) -> None:
+        self.model = build(seed)
         self.model.narrow = nn.Parameter(torch.full((4,), seed, dtype=torch.int8), requires_grad=False)
         self.model.register_buffer("numbers", torch.arange(5) + seed)
         self.model.register_buffer("flag", torch.tensor(seed == 0))
@@ -44,72 +48,50 @@ class Grouped:
         first, added = (list(module.parameters()) for module in (self.model.first, self.model.last))
         others = {id(parameter) for parameter in (*first, *added)}
         rest = [each for each in self.model.parameters() if each.requires_grad and id(each) not in others]
-        self.optimizer = ZeroOptimizer(
-            [{"params": first, "lr": 0.1 + seed}, {"params": rest, "betas": (0.8 - seed / 2, 0.99)}],
-            torch.optim.AdamW,
-            module=self.model,
-            stage=stage,
-            process_group=transport,
-            bucket_cap_mb=cap,
-            divisor=MICRO_BATCHES,
-        )
+        groups = [{"params": first, "lr": 0.1 + seed}, {"params": rest, "betas": (0.8 - seed / 2, 0.99)}]
+        given = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0001 * (1 + seed)}
+        self.optimizer = ZeroOptimizer(groups, torch.optim.AdamW, module=self.model, **given)
         self.optimizer.add_param_group({"params": added, "weight_decay": 0.5 * seed})
         self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [1, 3], 0.5)
 
-    def two_steps(self, first: int) -> None:
+    def two_steps(self, first: int) -> list[Any]:
+        """Train, and return all that must be equal."""
         for step in (first, first + 1):
-            take_steps(self.model, self.optimizer, step, 1)
+            train(self.model, self.optimizer, [step])
             self.scheduler.step()
-
-    def tensors(self) -> dict[str, Tensor]:
-        with self.optimizer.gathered():
-            return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-
-    def all(self) -> tuple[dict[str, Tensor], dict[str, Any], list[dict[str, Any]]]:
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.optimizer.param_groups]
-        return self.tensors(), self.scheduler.state_dict(), groups
+        return [self.optimizer.full_state_dict(None), self.scheduler.state_dict(), groups]
 
 
 @pytest.mark.parametrize("row", rows(["1-2"], ["2-1", "0-2", "3-1"]))
 def test_parameters_buffers_groups_and_schedulers_come_back(row: str, tmp_path: Path) -> None:
-    """And the model's folder is its state dict."""
     stage, world_size = map(int, row.split("-"))
 
     def undisturbed(transport: Transport) -> Any:
-        training = Grouped(transport, 3, 0.0001, seed=0)
+        training = Grouped(transport, 3, seed=0)
         training.two_steps(0)
         save(tmp_path / "saved", training.optimizer, {"scheduler": training.scheduler, "epoch": 3}, step=2)
-        saved = training.tensors()
-        training.two_steps(2)
-        return saved, training.all()
+        return training.two_steps(2)
 
     def resumed(transport: Transport) -> Any:
-        training = Grouped(transport, stage, 0.001, seed=1)
+        training = Grouped(transport, stage, seed=1)
         restored = load(tmp_path / "saved", training.optimizer, {"scheduler": training.scheduler}, rng=False)
         assert (restored.step, restored.state, restored.not_restored) == (2, {"epoch": 3}, ())
-        training.two_steps(2)
-        return training.all()
+        return training.two_steps(2)
 
-    saved, expected = on_threads(2, undisturbed)[0]
-    assert_same_value(open_checkpoint(tmp_path / "saved").model_state_dict(), saved, "the model's folder")
-    for number, (mine, theirs) in enumerate(zip(on_threads(world_size, resumed)[0], expected, strict=True)):
-        assert_same_value(mine, theirs, ("tensors", "scheduler", "groups")[number])
-
-
-def test_a_narrow_model_has_the_saved_weights_rounded(tmp_path: Path) -> None:
-    model, narrow = nn.Linear(5, 3), nn.Linear(5, 3).bfloat16()
-    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD))
-    load(tmp_path / "saved", ZeroOptimizer(narrow, torch.optim.SGD))
-    assert_same_model(narrow, model.bfloat16())
+    expected = on_threads(2, undisturbed)[0]
+    assert_same_value(on_threads(world_size, resumed)[0], expected, "tensors, scheduler and groups")
 
 
 def test_a_parameter_without_saved_states_begins_anew_over_the_states_it_had(tmp_path: Path) -> None:
+    """And a narrow model has the saved weights rounded."""
+
     def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, *used: int) -> None:
         torch.stack([(model[number] ** 2).sum() for number in used]).sum().backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
 
-    model, plain = (nn.ParameterList([torch.arange(5.0), torch.arange(7.0), torch.arange(3.0)]) for _ in range(2))
+    model, plain = (nn.ParameterList([torch.arange(5.0) / 3, torch.arange(7.0), torch.arange(3.0)]) for _ in range(2))
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.125)
     reference = torch.optim.AdamW(plain.parameters(), lr=0.125)
     train(model, optimizer, 0, 2)
@@ -118,30 +100,13 @@ def test_a_parameter_without_saved_states_begins_anew_over_the_states_it_had(tmp
     load(tmp_path / "saved", optimizer)
     assert set(optimizer.state_dict()["state"]) == {0, 2}
     train(plain, reference, 0, 2)
+    narrow = nn.ParameterList(torch.zeros_like(each, dtype=torch.bfloat16) for each in plain)
+    load(tmp_path / "saved", ZeroOptimizer(narrow, torch.optim.AdamW))
+    assert_same_value(list(narrow), [each.bfloat16() for each in plain], "narrow weights")
     for used in ((1,), (0, 1, 2)):
         train(model, optimizer, *used)
         train(plain, reference, *used)
     assert_same_model(model, plain)
-
-
-def test_states_on_disk_leave_memory_after_a_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    evicted: list[int] = []
-    evict = DiskOffload.evict
-
-    def noted(this: DiskOffload, tensors: Iterable[Tensor]) -> None:
-        found = list(tensors)
-        evicted.append(sum(tensor.nbytes for tensor in found))
-        evict(this, found)
-
-    (tmp_path / "states").mkdir()
-    training = Training(None, 0, offload=Offload(tmp_path / "states"))
-    monkeypatch.setattr(DiskOffload, "evict", noted)
-    training.step(0)
-    of_a_step = sum(evicted)
-    save(tmp_path / "saved", training.optimizer)
-    evicted.clear()
-    load(tmp_path / "saved", training.optimizer)
-    assert sum(evicted) >= of_a_step > 0
 
 
 # -- what each rank has ------------------------------------------------------------------------------------------------
@@ -151,37 +116,27 @@ def draws() -> tuple[list[float], float, float]:
     return torch.rand(3).tolist(), float(np.random.rand()), random.random()
 
 
-def test_random_streams_go_on_with_as_many_ranks_and_are_named_otherwise(tmp_path: Path) -> None:
-    torch.manual_seed(5)
-    optimizer = Training(None, 0).optimizer
-    before = digests(generators(), "rng")
-    save(tmp_path / "saved", optimizer)
-    assert digests(generators(), "rng") == before, "a save leaves them as they are"
-    expected = draws()
-    load(tmp_path / "saved", Training(None, 0).optimizer)
-    assert draws() == expected
-
-    def program(transport: Transport) -> Sequence[str]:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            restored = load(tmp_path / "saved", Training(transport, 1).optimizer)
-        assert len([each for each in told if "random generators" in str(each.message)]) <= 1
-        return restored.not_restored
-
-    for missing in on_threads(2, program):
-        assert missing == ("random generators (saved by 1 ranks, and this run has 2)",)
-
-
 def drawn_twice(group: Any, rank: int, folder: str) -> tuple[Any, Any]:
     """Return the numbers that are drawn after a save, and after it was restored."""
     training = Training(group, 2)
-    torch.manual_seed(rank)
-    np.random.seed(rank)
-    random.seed(rank)
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(rank)
+    before = digests(generators(), "rng")
     save(folder, training.optimizer)
+    assert digests(generators(), "rng") == before, "a save leaves them as they are"
     expected = draws()
     load(folder, training.optimizer)
     return expected, draws()
+
+
+def test_random_streams_go_on_with_as_many_ranks_and_are_named_otherwise(tmp_path: Path) -> None:
+    expected, found = drawn_twice(None, 5, str(tmp_path / "saved"))
+    assert found == expected
+    with warned() as told:
+        restored = on_threads(2, lambda transport: load(tmp_path / "saved", Training(transport, 1).optimizer))
+    assert 1 <= len([each for each in told if "random generators" in each]) <= 2
+    for each in restored:
+        assert each.not_restored == ("random generators (saved by 1 ranks, and this run has 2)",)
 
 
 @pytest.mark.first(0)
@@ -195,46 +150,18 @@ def test_each_rank_has_its_own_state_back_or_one_made_from_all(tmp_path: Path) -
     def write(transport: Transport) -> None:
         save(tmp_path / "saved", Training(transport, 2).optimizer, rank_state={"place": 10 + transport.rank})
 
-    def read(transport: Transport) -> Any:
-        return load(tmp_path / "saved", Training(transport, 1).optimizer, rng=False).rank_state["place"]
-
     def reshard(states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> Mapping[str, Any]:
         return {"place": [state["place"] for state in states][rank::world_size]}
 
-    def read_otherwise(transport: Transport) -> Any:
-        optimizer = Training(transport, 1).optimizer
-        with pytest.raises(ValueError, match="rank_state was saved for 3 ranks, and this run has 2"):
-            load(tmp_path / "saved", optimizer, rank_state={"place": 0})
-        return load(tmp_path / "saved", optimizer, rng=False, reshard=reshard).rank_state["place"]
+    def read(transport: Transport, how: Any = None) -> Any:
+        return load(tmp_path / "saved", Training(transport, 1).optimizer, rng=False, reshard=how).rank_state["place"]
 
     on_threads(3, write)
     assert on_threads(3, read) == [10, 11, 12]
-    assert on_threads(2, read_otherwise) == [[10, 12], [11]]
+    assert on_threads(2, lambda transport: read(transport, reshard)) == [[10, 12], [11]]
 
 
 # -- what cannot be saved ----------------------------------------------------------------------------------------------
-
-
-def test_the_inner_tensors_of_a_subclass_are_saved_and_what_torch_cannot_open_is_named(tmp_path: Path) -> None:
-    model = qlora(seed=0)
-    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD, lr=0.1))
-    checkpoint = open_checkpoint(tmp_path / "saved")
-    assert checkpoint.not_saved == ("blocks.5.weight",)
-    wrapped = model.blocks[4].weight
-    assert isinstance(wrapped, Quantised)
-    assert torch.equal(checkpoint.model_state_dict()["blocks.4.weight.whole"], wrapped.whole)
-
-    def program(transport: Transport) -> Sequence[str]:
-        other = qlora(seed=1)
-        other.blocks[5].weight = model.blocks[5].weight  # every rank has it from elsewhere
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            restored = load(tmp_path / "saved", ZeroOptimizer(other, torch.optim.SGD, lr=0.1, process_group=transport))
-        assert_same_qlora(other, model)
-        return restored.not_restored
-
-    for missing in on_threads(2, program):
-        assert missing[0] == "blocks.5.weight (it could not be saved)"
 
 
 class Meshed(Quantised):
@@ -244,14 +171,6 @@ class Meshed(Quantised):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["whole", "mesh", "scale"], None
-
-
-def test_a_part_of_a_subclass_that_is_no_tensor_is_named(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    meshed = Meshed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1))
-    model.frozen = nn.Parameter(meshed, requires_grad=False)
-    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD))
-    assert open_checkpoint(tmp_path / "saved").not_saved == ("frozen.mesh",)
 
 
 class Extra(nn.Linear):
@@ -264,10 +183,175 @@ class Extra(nn.Linear):
         raise AssertionError("it was not saved")
 
 
-def test_the_extra_state_of_a_module_is_named_as_not_saved(tmp_path: Path) -> None:
-    optimizer = ZeroOptimizer(nn.Sequential(Extra(2, 2), nn.Linear(2, 2)), torch.optim.SGD, lr=0.1)
-    save(tmp_path / "saved", optimizer)
-    assert open_checkpoint(tmp_path / "saved").not_saved == ("0._extra_state",)
-    with pytest.warns(RuntimeWarning, match=r"not restored from .*: 0\._extra_state \(it could not be saved\)"):
-        restored = load(tmp_path / "saved", optimizer)
-    assert restored.not_restored == ("0._extra_state (it could not be saved)",)
+def test_the_inner_tensors_of_a_subclass_are_saved_and_what_cannot_be_is_named(tmp_path: Path) -> None:
+    def built(seed: int) -> Any:
+        model = qlora(seed=seed)
+        model.extra = Extra(2, 2)
+        meshed = Meshed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1))
+        model.extra.frozen = nn.Parameter(meshed, requires_grad=False)
+        return model
+
+    model = built(0)
+    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD, lr=0.1))
+    checkpoint = open_checkpoint(tmp_path / "saved")
+    missing = {"blocks.5.weight", "extra.frozen.mesh", "extra._extra_state"}
+    assert set(checkpoint.not_saved) == missing
+    wrapped = model.blocks[4].weight
+    assert isinstance(wrapped, Quantised)
+    assert torch.equal(checkpoint.model_state_dict()["blocks.4.weight.whole"], wrapped.whole)
+
+    def program(transport: Transport) -> Sequence[str]:
+        other = built(1)
+        other.blocks[5].weight = model.blocks[5].weight  # every rank has it from elsewhere
+        restored = load(tmp_path / "saved", ZeroOptimizer(other, torch.optim.SGD, lr=0.1, process_group=transport))
+        assert_same_qlora(other, model)
+        return restored.not_restored
+
+    with warned() as told:
+        found = on_threads(2, program)
+    assert any("not restored from" in text and "_extra_state (it could not be saved)" in text for text in told)
+    for each in found:
+        assert {f"{name} (it could not be saved)" for name in missing} <= set(each)
+
+
+@pytest.mark.parametrize("name", ["$note", 7, "optimizer_module"])
+def test_an_option_or_a_state_that_no_restore_would_find_is_refused(name: Any, tmp_path: Path) -> None:
+    class Dotted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                self.state[parameter]["b.c"] = torch.zeros_like(parameter)
+
+    pairs = [("a", nn.Parameter(torch.ones(3))), ("a.b", nn.Parameter(torch.ones(2)))]
+    optimizer = ZeroOptimizer(pairs, Dotted, lr=0.1)
+    torch.cat([each for _, each in pairs]).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    with pytest.raises(SaveError, match=r"state 'b\.c' of 'a' could be taken for one of another parameter"):
+        save(tmp_path / "saved", optimizer)
+    optimizer.param_groups[0][name] = 1
+    words = re.escape(f"optimizer.param_groups[0] has the option {name!r}: a saved option has")
+    with pytest.raises(TypeError, match=words):
+        save(tmp_path / "saved", optimizer)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- what cannot be restored -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the checkpoints 100 and 200, written by three ranks in small blocks."""
+    folder = tmp_path_factory.mktemp("run")
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 2)
+        with CheckpointManager(folder, training.optimizer) as checkpoints:
+            for step in (100, 200):
+                training.step(step)
+                checkpoints.save(step, {"n": step}, {"rank": transport.rank}, blocking=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        small_blocks(patch, 4096)
+        on_threads(3, program)
+    return folder
+
+
+@pytest.fixture
+def copied(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copied"))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "newer version": (NAME, lambda data: data.replace(b'"version": 1', b'"version": 2'), r"\.json: .*version 2"),
+    "one bit": (
+        OPTIMIZER,
+        lambda data: data[:-200] + bytes([data[-200] ^ 4]) + data[-199:],
+        r"optimizer-00001-of-00001\.safetensors is broken at block [1-9]\d* \(",
+    ),
+    "cut off": (MODEL, lambda data: data[:-1], r"model-00001-of-00001\.safetensors has [\d,]+ bytes instead of "),
+    "a file is gone": ("state.safetensors", None, r"state\.safetensors cannot be read \(No such file"),
+}
+OTHER_MODEL = r"it is that of another model\. To load what both have, pass strict=False; rename= .* number of rows$"
+SHAPE = r"'last\.weight' has shape \(7, 13\) .*, but \(5, 13\) in the model: "
+DTYPE = r"'offset' is torch\.float32 in the checkpoint, but torch\.int64 in the model: give it the saved"
+OTHERS: dict[str, tuple[Callable[[nn.Module], object], dict[str, Any], str]] = {
+    "shape": (lambda model: setattr(model, "last", nn.Linear(13, 5)), {}, SHAPE + OTHER_MODEL),
+    "dtype": (lambda model: model.register_buffer("offset", torch.zeros(13).long()), {}, DTYPE),
+    "model": (lambda model: delattr(model, "unused"), {}, rf"no 'unused', which the checkpoint has: {OTHER_MODEL}"),
+    "class": (lambda model: torch.optim.SGD, {}, r"was trained by torch\.optim\.adamw\.AdamW, but this optimizer is"),
+    "groups": (
+        lambda model: [{"params": [each]} for each in model.parameters() if each.requires_grad],
+        {},
+        r"the state dict has 1 param groups, this optimizer ",
+    ),
+    "ranks": (lambda _: None, {"rank_state": {"rank": 0}}, r"saved for 3 ranks, and this run has 2: pass reshard="),
+    "a key": (lambda _: None, {"state": {"scaler": 1}}, r"state\['scaler'\] was not saved: the checkpoint has 'n'"),
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGES, *OTHERS])
+def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case: str, copied: Path) -> None:
+    change, arguments, words = OTHERS.get(case, (lambda model: None, {}, ""))
+    if case in DAMAGES:
+        name, damage, words = DAMAGES[case]
+        words += ".*; older steps: 100"
+        data = (step_folder(copied, 200) / name).read_bytes()
+        (step_folder(copied, 200) / name).unlink()
+        if damage is not None:
+            (step_folder(copied, 200) / name).write_bytes(damage(data))
+
+    def program(transport: Transport) -> str:
+        model = build(0)
+        given = change(model)
+        cls = given if isinstance(given, type) else torch.optim.AdamW
+        groups = given if isinstance(given, list) else model
+        optimizer = ZeroOptimizer(groups, cls, module=model, process_group=transport, lr=1e-2)
+        before = optimizer.check_replicas()
+        with CheckpointManager(copied, optimizer) as checkpoints:
+            with pytest.raises(ValueError, match=words) as caught:
+                checkpoints.restore(200, **arguments)
+            assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+            assert case in OTHERS or isinstance(caught.value, CheckpointError)
+        return str(caught.value)
+
+    first, second = on_threads(2, program)
+    assert first.removeprefix("rank 0: ") == second.removeprefix("rank 0: ")
+    if case in DAMAGES and case != "newer version":
+        with CheckpointManager(copied, Training().optimizer) as checkpoints:
+            with pytest.warns(RuntimeWarning, match=r"step-00000200.*; step-00000100 is tried instead") as told:
+                restored = checkpoints.restore()
+            assert restored is not None
+            assert (restored.step, restored.state) == (100, {"n": 100})
+        assert {found.filename for found in own(told)} == {__file__}
+
+
+def test_a_folder_that_was_given_another_number_is_told_and_changes_nothing(copied: Path) -> None:
+    step_folder(copied, 200).rename(step_folder(copied, 300))
+    optimizer = Training(None, 2).optimizer
+    before = optimizer.check_replicas()
+    words = "step-00000300 was saved as step 200: give its folder that name again"
+    with CheckpointManager(copied, optimizer) as checkpoints, pytest.raises(ValueError, match=words):
+        checkpoints.restore()
+    assert optimizer.check_replicas() == before
+    assert zero.load(step_folder(copied, 300), optimizer, rng=False).step == 200
+
+
+@pytest.mark.parametrize("step", ["200", np.int64(200), None], ids=["text", "NumPy", "a disk that fails"])
+def test_what_rank_0_alone_finds_before_it_has_chosen_a_checkpoint_ends_the_restore_on_all_ranks(
+    step: Any, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(directory: Path) -> dict[int, Path]:
+        raise OSError(errno.EIO, "it fails")
+
+    def program(transport: Transport) -> str:
+        optimizer = Training(transport, 1).optimizer
+        with CheckpointManager(copied, optimizer) as checkpoints:
+            with pytest.raises(ValueError, match=r"step must be an int|cannot be read") as caught:
+                checkpoints.restore(step)
+            optimizer.check_replicas()  # no rank is left behind in the restore
+        return str(caught.value)
+
+    words = [f"step must be an int of 0 or more, not {step!r}"] * 2
+    if step is None:
+        monkeypatch.setattr(restorer, "steps_in", fails)
+        words = [f"{copied} cannot be read (it fails)", f"rank 0: {copied} cannot be read (it fails)"]
+    assert on_threads(2, program) == words

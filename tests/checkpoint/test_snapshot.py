@@ -6,29 +6,24 @@ earlier save: its content, which names every byte of every file, each rank's own
 
 from __future__ import annotations
 
-import errno
 import threading
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
-from zero.checkpoint.format.extents import Chunk, Part
-from zero.checkpoint.write.capture import Snapshot, WritePlan
 from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
-from ..support.plain import assert_same_model
-from ..support.rows import only, rows
-from .saves import Taker, Training, entries, small_blocks
+from ..support.rows import only
+from .saved import Taker, Training, plain_dict, small_blocks
 
 ALL = 10**6
 
@@ -45,20 +40,19 @@ def committed_is_saved(
     training: Training,
     follows: Callable[[Training, int], None],
     counts: Sequence[int] = (),
-) -> int:
+) -> None:
     """Save again and again while the thread may take so many chunks, and let ``follows`` change everything.
 
     ``counts``: how many it may take; by default so many that of each bucket the disk has taken none, one, and all.
-    Returns how many chunks a save of this rank has.
     """
     rank = training.rank
     mine_alone = f"ranks/rank-{rank:05d}.safetensors"
     training.step(0)
     with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
         taker.begin(rank, ALL)
-        saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
-        saving.result(PATIENT)
+        checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank}).result(PATIENT)
         total = taker.taken[rank]
+        assert total > 8
         counts = counts or [0, 1, *taker.one_of_each_bucket(rank), ALL]
         most = max(int(data) for data in training.optimizer.exchange(str(len(counts)).encode()))
         counts = [*counts, *[ALL] * most][:most]
@@ -77,26 +71,13 @@ def committed_is_saved(
             for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
                 assert getattr(mine, name) == getattr(theirs, name), name
             assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
-    return total
-
-
-@pytest.mark.parametrize("row", rows(["1-3"], ["0-2", "2-1", "3-2"]))
-def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_some_or_all(
-    row: str, taker: Taker, tmp_path: Path
-) -> None:
-    stage, world_size = map(int, row.split("-"))
-
-    def program(transport: Transport) -> int:
-        return committed_is_saved(tmp_path, taker, Training(transport, stage), Training.step)
-
-    assert min(on_threads(world_size, program)) > 8
 
 
 def edits_in_place(training: Training, number: int) -> None:
     with training.optimizer.gathered(write=True), torch.no_grad():
         for parameter in training.model.parameters():
             parameter.add_(number)
-        training.model.get_buffer("offset").mul_(2)
+        training.model.offset.mul_(2)
     training.step(number)
 
 
@@ -109,7 +90,7 @@ def edits_without_asking(training: Training, number: int) -> None:
 
 
 def loads_a_dict(training: Training, number: int) -> None:
-    older = training.plain()
+    older = plain_dict(training.optimizer)
     for state in older["state"].values():
         state["exp_avg"] = state["exp_avg"] + number
         state["step"] = state["step"] + number
@@ -175,26 +156,31 @@ def changes_layouts(training: Training, number: int) -> None:
 ON_DISK = {"offload": "states"}
 IN_BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)}
 ANEW = [0] * (len(LAYOUTS) + 3)
-EVENTS: dict[str, tuple[Callable[[Training, int], None], int, Sequence[int], dict[str, Any]]] = {
-    "edits in gathered": (edits_in_place, 3, [0, 6], {}),
-    "edits without asking": (edits_without_asking, 0, [0, 6], {}),
-    "load_state_dict": (loads_a_dict, 3, [0, 6], {}),
-    "states edited": (edits_states, 2, [0, 6], {}),
-    "states reset": (resets_states, 1, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
-    "add_param_group": (adds_a_group, 2, [0, 6], {}),  # stage 3 takes no parameter that its module did not have
-    "close": (closes, 3, [5], {}),
-    "states on disk": (does_all_on_disk, 1, [0, 0, 0, 4], ON_DISK),
-    "bf16 on disk": (does_all_on_disk, 3, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
-    "layouts": (changes_layouts, 2, ANEW, {}),
-    "layouts in bf16": (changes_layouts, 3, ANEW, IN_BF16),
+EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int], dict[str, Any]]] = {
+    "steps": (Training.step, 1, 3, [], {}),
+    "steps at stage 0": (Training.step, 0, 2, [], {}),
+    "steps of one rank": (Training.step, 2, 1, [], {}),
+    "steps at stage 3": (Training.step, 3, 2, [], {}),
+    "edits in gathered": (edits_in_place, 3, 2, [0, 6], {}),
+    "edits without asking": (edits_without_asking, 0, 2, [0, 6], {}),
+    "load_state_dict": (loads_a_dict, 3, 2, [0, 6], {}),
+    "states edited": (edits_states, 2, 2, [0, 6], {}),
+    "states reset": (resets_states, 1, 2, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
+    "add_param_group": (adds_a_group, 2, 2, [0, 6], {}),  # stage 3 takes no parameter that its module did not have
+    "close": (closes, 3, 2, [5], {}),
+    "states on disk": (does_all_on_disk, 1, 2, [0, 0, 0, 4], ON_DISK),
+    "bf16 on disk": (does_all_on_disk, 3, 2, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
+    "layouts": (changes_layouts, 2, 2, ANEW, {}),
+    "layouts in bf16": (changes_layouts, 3, 2, ANEW, IN_BF16),
 }
 
 
-@pytest.mark.parametrize("event", only(EVENTS, "states edited", "states reset", "edits without asking"))
+@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "edits without asking"))
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:
-    follows, stage, counts, arguments = EVENTS[event]
+    """Of which the disk has taken none, one, some or all."""
+    follows, stage, world_size, counts, arguments = EVENTS[event]
     if "offload" in arguments:
         (tmp_path / "states").mkdir()
         arguments = {**arguments, "offload": Offload(states=tmp_path / "states")}
@@ -202,27 +188,7 @@ def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     def program(transport: Transport) -> None:
         committed_is_saved(tmp_path, taker, Training(transport, stage, **arguments), follows, counts)
 
-    on_threads(2, program)
-
-
-def test_a_plan_serves_the_next_save_if_no_layout_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[WritePlan] = []
-    init = WritePlan.__init__
-
-    def counted(this: WritePlan, *arguments: Any) -> None:
-        made.append(this)
-        init(this, *arguments)
-
-    monkeypatch.setattr(WritePlan, "__init__", counted)
-    training = Training(None, 2)
-    training.step(1)  # with all parameters, whose states are there from now on
-    with CheckpointManager(tmp_path, training.optimizer, asynchronous=False) as checkpoints:
-        for number in range(1, 4):
-            checkpoints.save(number)
-            edits_without_asking(training, number)
-            training.model.get_buffer("offset").add_(1)
-            training.step(number)
-    assert len(made) == 1
+    on_threads(world_size, program)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -235,60 +201,12 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
     sizes = []
     with CheckpointManager(tmp_path / "a", training.optimizer) as checkpoints:
         for number in range(1, 4):
-            saving = checkpoints.save(number, {"t": torch.zeros(100_000)})
-            found.append(saving)
+            found.append(checkpoints.save(number, {"t": torch.zeros(100_000)}))
             training.step(number)
-            saving.result(PATIENT)
+            found[-1].result(PATIENT)
             for thread in threading.enumerate():
                 if thread.name.startswith("zero-checkpoint"):
                     thread.join(PATIENT)
             sizes.append(sum(live_storages().values()))
     # the caller's tensor alone has 400,000 bytes; a step makes small states, and what ran before may still be freed
     assert max(sizes[1:]) - sizes[0] < 10_000
-
-
-def test_a_snapshot_frees_a_source_with_its_last_byte() -> None:
-    held: list[weakref.ref[Tensor]] = []
-
-    def made() -> Tensor:
-        found = torch.ones(4, dtype=torch.uint8)
-        held.append(weakref.ref(found))
-        return found
-
-    sources = [("weights", 0), ("state", 0)]
-    chunks = [Chunk("file", 0, tuple(Part(source, n, n, 2) for source in sources)) for n in (0, 2)]
-    snapshot = Snapshot({sources[0]: made()}, {sources[1]: (0, made)}, chunks)
-    for number, chunk in enumerate(chunks):
-        snapshot.take(chunk, torch.empty(4, dtype=torch.uint8))
-        assert [ref() is None for ref in held] == [number == 1] * 2
-
-
-@pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")
-@pytest.mark.timeout(20)  # for which a step would wait
-def test_an_error_of_the_thread_never_blocks_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread fails at its first chunk, when a step has asked for its first bucket."""
-    asked, before_update = threading.Event(), Snapshot.before_update
-
-    def asks(this: Snapshot, bucket: int) -> None:
-        asked.set()
-        before_update(this, bucket)
-
-    def fails(*_: object) -> None:
-        assert asked.wait(PATIENT), "no step came"
-        raise OSError(errno.EIO, "of the test")
-
-    plain, training = Training(None, 1), Training(None, 1)
-    monkeypatch.setattr(Snapshot, "take", fails)
-    checkpoints = CheckpointManager(tmp_path, training.optimizer)
-    plain.step(0)
-    training.step(0)
-    monkeypatch.setattr(Snapshot, "before_update", asks)
-    saving = checkpoints.save(1)
-    for number in (1, 2):
-        plain.step(number)
-        training.step(number)
-    with pytest.raises(RuntimeError, match=r"rank 0 could not save .*step-00000001: OSError: .*of the test"):
-        saving.result(PATIENT)
-    checkpoints.close()
-    assert_same_model(training.model, plain.model)
-    assert entries(tmp_path) == [".lock"]

@@ -14,7 +14,7 @@ from zero import StopOnSignal
 
 from ..support.parts import parts_of
 from ..support.pool import GlooPool
-from .saves import Training
+from .saved import Training
 
 
 def _stops(group: Any, rank: int) -> tuple[int, str | None]:

@@ -37,6 +37,12 @@ def zero_optimizer(model: nn.Module, transport: Transport | None = None, stage: 
     )
 
 
+def other_optimizer(model: nn.Module, transport: Transport | None = None, stage: int = 0) -> ZeroOptimizer:
+    """Return the optimizer of `other_shapes`, which gives each parameter to one rank."""
+    given = {"stage": stage, "process_group": solo() if transport is None else transport}
+    return ZeroOptimizer(groups(model), OtherShapes, module=model, partition="parameter", **given)
+
+
 def write_sharded(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
     """Train and save by a `ZeroOptimizer`. All ranks."""
     model = Small()
@@ -50,14 +56,7 @@ def write_sharded(path: Path, transport: Transport | None = None, stage: int = 0
 def write_other_shapes(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
     """Train and save by a `ZeroOptimizer` that gives each parameter to one rank. All ranks."""
     model = Small()
-    optimizer = ZeroOptimizer(
-        groups(model),
-        OtherShapes,
-        stage=stage,
-        module=model,
-        process_group=solo() if transport is None else transport,
-        partition="parameter",
-    )
+    optimizer = other_optimizer(model, transport, stage)
     train(model, optimizer, range(STEPS))
     save(path, optimizer, {"epoch": 1}, step=STEPS)
     optimizer.close()

@@ -1,1 +1,1 @@
-"""Deaths, full disks, processes and memory of saves and loads; plain torch trains on."""
+"""Deaths, processes and memory of saves and loads; plain torch trains on."""

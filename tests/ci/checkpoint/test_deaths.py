@@ -1,24 +1,32 @@
-"""A rank that dies at any call leaves what the next run needs, and what is complete for one rank is so for all."""
+"""A rank that dies or leaves at any call leaves what the next run needs, and what one rank has is complete for all."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import zero
 from collectives import CollectiveError, Transport, on_threads
-from zero import CheckpointManager
+from zero import CheckpointManager, ZeroOptimizer
+from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps, steps_in
+from zero.checkpoint.write.capture import Snapshot
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 
 from ...checkpoint.disk import DiedError, Disk
-from ...checkpoint.saves import Training, entries
-from ...support.limits import PATIENT
+from ...checkpoint.saved import Training, entries, names, step_folder
+from ...support.limits import PATIENT, at_once
+from ...support.pool import GlooPool, ProgramError
+from ...support.small import blocks
 
 DISTANCE = 7  # a death at every seventh call of a save
 
@@ -62,7 +70,7 @@ def test_a_rank_that_dies_at_any_call_leaves_what_the_next_run_needs(rank: int, 
         disk = Disk(patch, tmp_path)
         assert not died_at(disk, tmp_path / "whole", rank, None)
         most = len(disk.of(rank))
-    reference = {step: zero.open_checkpoint(tmp_path / "whole" / f"step-0000000{step}").content for step in (1, 2)}
+    reference = {step: zero.open_checkpoint(step_folder(tmp_path / "whole", step)).content for step in (1, 2)}
     seen = set()
     for skip in range(0, most, DISTANCE):
         root = tmp_path / f"{skip}"
@@ -73,15 +81,12 @@ def test_a_rank_that_dies_at_any_call_leaves_what_the_next_run_needs(rank: int, 
         seen.add(max(steps))
         found = {step: zero.open_checkpoint(steps_in(root)[step]).content for step in steps}
         assert found == {step: reference[step] for step in steps}
-        with CheckpointManager(root, Training(None, 0).optimizer) as checkpoints:
+        with CheckpointManager(root, Training().optimizer) as checkpoints:
             assert checkpoints.latest_step() == max(steps)
             checkpoints.restore(rng=False)
             checkpoints.save(3, blocking=True)
-        assert entries(root) == [".lock", *(f"step-0000000{step}" for step in (*steps, 3))]
+        assert entries(root) == names(*steps, 3)
     assert {1} <= seen <= {1, 2}
-
-
-# -- what is complete for one rank is complete for all -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", ["moved", "removed", "saved over", "moved, blocking"])
@@ -109,5 +114,62 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
             return saving.result(PATIENT)
 
     assert len(set(on_threads(3, program, timeout=PATIENT))) == 1
-    left = [".lock", "step-00000001"] if row == "saved over" else [".lock"]
-    assert entries(tmp_path / "run") == left, "and nothing else is left"
+    assert entries(tmp_path / "run") == names(*([1] if row == "saved over" else [])), "and nothing else is left"
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def ends(group: Any, rank: int, folder: str, how: str) -> None:
+    """Leave the block, or die, on one rank while a save is under way. The other one writes what it has seen."""
+    model = blocks()
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, process_group=group)
+    ends_here = rank == (0 if how == "dies after the rename" else 1)
+    sync_folder = files.sync_folder
+
+    def step() -> None:
+        model(torch.full((2, 4), rank + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def dies(path: Path) -> bool:
+        if (Path(folder) / "step-00000002").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sync_folder(path)
+
+    step()
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(folder, optimizer) as checkpoints:
+        patch.setattr("zero.checkpoint.manager._GRACE", PATIENT if how == "leaves" else 0.1)
+        checkpoints.save(1, blocking=True)
+        optimizer.exchange(b"")
+        if ends_here and how == "dies after the rename":
+            patch.setattr(files, "sync_folder", dies)
+        elif ends_here and how == "dies":
+            patch.setattr(Snapshot, "take", lambda *_: threading.Event().wait())
+        saving = checkpoints.save(2)
+        if how == "dies after the rename":
+            content = saving.result(PATIENT)
+            (Path(folder) / "seen").write_text(content)
+        elif not ends_here:
+            with at_once(), pytest.raises(CollectiveError):
+                step()
+            (Path(folder) / "seen").write_text("a CollectiveError")
+        elif how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("of the test")
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "dies after the rename"])
+def test_a_process_that_leaves_or_dies_while_a_save_is_under_way(gloo: GlooPool, how: str, tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, ProgramError), match=r"of the test|the process of rank \d died"):
+        gloo.run(ends, str(tmp_path), how)
+    gloo.stop()
+    steps = complete_steps(tmp_path)
+    assert steps == ([1] if how == "dies" else [1, 2])
+    for number in steps:
+        zero.open_checkpoint(step_folder(tmp_path, number)).verify()
+    seen = zero.open_checkpoint(step_folder(tmp_path, 2)).content if "rename" in how else "a CollectiveError"
+    assert (tmp_path / "seen").read_text() == seen
+    with CheckpointManager(tmp_path, Training().optimizer) as checkpoints:
+        assert checkpoints.latest_step() == max(steps)
+    assert not [name for name in entries(tmp_path) if name.startswith(".tmp")]

@@ -17,7 +17,7 @@ from collectives import Transport, on_threads
 from zero import CheckpointManager
 
 from ...checkpoint.file_systems import FILE_SYSTEMS, VARIABLE
-from ...checkpoint.saves import Training, entries
+from ...checkpoint.saved import Training, entries
 from ...support.descriptors import opened
 from ...support.limits import PATIENT
 

@@ -85,7 +85,9 @@ class Rank(OnRank, Player):
         if config.has_modes:
             optimizer.train()
         if folder:
-            load(folder, optimizer, rng=False)
+            restored = load(folder, optimizer, rng=False)
+            again = save(folder, optimizer, step=1, overwrite=True).result()
+            assert again == restored.content, "another topology writes other bytes"
         elif saved is not None:
             if full:
                 optimizer.load_full_state_dict(saved[0] if rank == setting.world_size - 1 else None)

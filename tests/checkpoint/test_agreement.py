@@ -1,8 +1,11 @@
-"""Ranks agree on a save before a byte is written, and saves change nothing of what training sends."""
+"""Ranks agree on a save before a byte is written, send nothing for it, and wait no longer than needed."""
 
 from __future__ import annotations
 
+import math
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,17 @@ import torch
 import zero
 from collectives import CollectiveError, Tag, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
-from zero.checkpoint.contents import Contents
-from zero.checkpoint.write import saver
+from zero.checkpoint.folder.directory import complete_steps
+from zero.checkpoint.write import save_folder
+from zero.checkpoint.write.save_folder import GivenUpError, SaveError, SaveFolder
+from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
+from ..support.parts import parts_of
 from ..support.rows import only, rows
 from ..support.small import blocks
 from .disk import Disk
-from .saves import Training, entries
+from .saved import Taker, Training, entries, names
 
 
 def state(value: object) -> dict[str, Any]:
@@ -62,16 +68,15 @@ def test_ranks_that_save_other_things_learn_the_rank_and_the_key_before_a_byte_i
 
     first, _ = on_threads(2, program)
     assert "rank 1" in first
-    assert entries(tmp_path / "run") == [".lock", "step-00000007"]
+    assert entries(tmp_path / "run") == names(7)
 
 
 def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         training = Training(transport, 0)
-        with pytest.raises(ValueError, match=r"the folder is '.*/1' on rank 1 .*, but '.*/0' on rank 0"):
-            zero.save(tmp_path / f"{transport.rank}", training.optimizer)
-        with pytest.raises(ValueError, match=r"the folder is '.*/run-1' on rank 1 .*, but '.*/run-0' on rank 0"):
-            zero.save(tmp_path / f"run-{transport.rank}" / "saved", training.optimizer)
+        for path in (tmp_path / f"{transport.rank}", tmp_path / f"run-{transport.rank}" / "saved"):
+            with pytest.raises(ValueError, match=r"the folder is '.*1' on rank 1 .*, but '.*0' on rank 0"):
+                zero.save(path, training.optimizer)
         training.optimizer.exchange(b"")
         assert entries(tmp_path) == ["run-0", "run-1"]
 
@@ -79,31 +84,6 @@ def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
         (tmp_path / f"run-{rank}").mkdir()
     on_threads(2, program, timeout=PATIENT)  # for which each would wait for the other's part
     assert entries(tmp_path / "run-0") == []
-
-
-def test_a_rank_that_fails_while_others_wait_for_its_part_of_a_tensor_ends_all_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gather_permuted = saver.gather_permuted
-
-    def fails(contents: Contents, permuted: Any) -> Any:
-        if contents.transport.rank == 1:
-            raise MemoryError("no room")
-        return gather_permuted(contents, permuted)
-
-    monkeypatch.setattr(saver, "gather_permuted", fails)
-
-    def program(transport: Transport) -> None:
-        training = Training(transport, 1)
-        training.step(0)
-        words = r"rank 1.*in save\(\): MemoryError: no room" if transport.rank == 0 else "no room"
-        with (
-            pytest.raises((CollectiveError, MemoryError), match=words),
-            CheckpointManager(tmp_path, training.optimizer) as checkpoints,
-        ):
-            checkpoints.save(1)
-
-    on_threads(2, program, timeout=PATIENT)
 
 
 OF_SAVES = ("save()", "saving ")
@@ -156,4 +136,117 @@ def test_a_run_that_saves_after_every_step_sends_what_one_sends_that_never_saves
         return results, others
 
     assert found(saves=True) == found(saves=False)
-    assert entries(tmp_path / "True") == [".lock", *(f"step-{step:08d}" for step in range(steps))]
+    assert entries(tmp_path / "True") == names(*range(steps))
+
+
+# -- waits -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", rows(["restore"], ["save"]))
+def test_a_restore_waits_for_the_save_under_way(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
+) -> None:
+    """And so does a save."""
+    taker, wait = Taker(monkeypatch), Saving.wait
+
+    def released(this: Saving) -> None:
+        taker.release(0)
+        wait(this)
+
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        monkeypatch.setattr(Saving, "wait", released)
+        taker.begin(0, 0)
+        first = checkpoints.save(2)
+        if call == "save":
+            checkpoints.save(3)
+            assert first.done()
+        else:
+            restored = checkpoints.restore()
+            assert restored is not None
+            assert restored.step == 2
+
+
+class Clock:
+    """The time for `save_folder`: it passes while a rank waits, and ``script`` is called then."""
+
+    def __init__(self, script: Callable[[float], None]) -> None:
+        self.now, self._script = 0.0, script
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._script(self.now)
+
+
+@pytest.mark.assumes("pwrite")
+def test_a_rank_waits_as_long_as_the_others_write_and_no_longer_once_it_knows_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank tells it of a failure, or it finds nothing of the save."""
+
+    def of_rank(rank: int) -> SaveFolder:
+        return SaveFolder(tmp_path / "step-00000001", "0" * 16, rank, 2, timeout=10.0)
+
+    def waiting(script: Callable[[float], None]) -> tuple[SaveFolder, Clock]:
+        clock = Clock(script)
+        monkeypatch.setattr(save_folder, "time", clock)
+        made = of_rank(0)
+        made.make()
+        made.make_files({"model/a": 10})
+        made.report_done({})
+        return of_rank(1), clock
+
+    def writes_for_a_minute(now: float) -> None:
+        if now < 60:
+            os.utime(tmp_path / f".tmp-step-00000001-{'0' * 16}" / "model" / "a", ns=(0, 4 * 10**18 + int(now * 1e9)))
+
+    folder, clock = waiting(writes_for_a_minute)
+    with pytest.raises(SaveError, match=r"rank 1 cannot see whether .*step-00000001 is complete.*in time \(10 s\)"):
+        folder.wait_until_committed()
+    assert 68 < clock.now < 72
+    with pytest.raises(SaveError, match=r"rank 1 did not write its part of .* in time"):
+        of_rank(0).collect()
+    folder.remove_rest()
+    folder, clock = waiting(lambda now: folder.abandon("rank 0 is gone", 5) if now > 1 else None)
+    with pytest.raises(SaveError, match="rank 0 is gone"):
+        folder.wait_until_committed()
+    assert 6 < clock.now < 6.1
+    folder.remove_rest()
+    folder, clock = waiting(lambda now: None)
+    folder.remove_rest()
+    for call in (folder.wait_until_ready, folder.wait_until_committed):
+        with pytest.raises(SaveError, match="rank 0 has given up saving"):
+            call()
+    assert clock.now == 0
+    saving = Saving(1, of_rank(1), GivenUpError("rank 0 has given up"), None, lambda *_: None)
+    saving.start(asynchronous=False)
+    assert len(saving.hear([{saving.report: "rank 2 could not save: no room"}, {}])) == 1
+    with pytest.raises(SaveError, match="rank 2 could not save: no room"):
+        saving.result()
+
+
+def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero.checkpoint.manager._GRACE", 0.0)
+    taker, closed = Taker(monkeypatch), threading.Event()
+
+    def program(transport: Transport) -> None:
+        training, rank = Training(transport, 1), transport.rank
+        checkpoints = CheckpointManager(tmp_path, training.optimizer)
+        taker.begin(rank, 0 if rank else math.inf)
+        checkpoints.save(1)
+        if rank:
+            parts_of(training.optimizer).transport.abort("of the test")
+            assert closed.wait(PATIENT)
+            taker.release(rank)
+        else:
+            with pytest.raises(CollectiveError):
+                training.optimizer.exchange(b"")
+        with pytest.raises(RuntimeError, match=r"rank \d has lost the other ranks"):
+            checkpoints.close()
+        closed.set()
+
+    on_threads(2, program, timeout=PATIENT)
+    assert complete_steps(tmp_path) == []

@@ -1,0 +1,301 @@
+"""Calls of the disk that fail stop no training, cost no older checkpoint, and are reported to all ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zero
+from collectives import Transport, on_threads
+from zero import CheckpointManager, ZeroOptimizer
+from zero.checkpoint import files
+from zero.checkpoint.folder.directory import complete_steps
+
+from ..support.errors import warned as told
+from ..support.limits import PATIENT
+from ..support.rows import without
+from ..support.warned import own
+from .disk import ERRORS, Call, Disk
+from .saved import Training, aside, entries, names, saved, step_folder
+
+WORLD = 2
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Calls that fail while ``step`` is saved, and the words of the error, or of the warning if ``warns``.
+
+    ``left``: the checkpoints behind it. ``skip``: so many calls that fit do not fail.
+    """
+
+    fails: Callable[[Call], bool]
+    words: str
+    left: tuple[int, ...] = (1,)
+    number: int = errno.EIO
+    step: int = 2
+    skip: int = 0
+    warns: bool = False
+
+
+def of_older(name: str) -> Callable[[Call], bool]:
+    return lambda call: call.name == name and "step-00000001" in str(call.path)
+
+
+def commits(call: Call) -> bool:
+    return call.name == "rename" and call.path.name.startswith(".tmp-")
+
+
+FAILED, KEPT = (
+    r"rank {} could not save .*/caf\\udce9/.*: OSError: .*Input/output error",
+    "could not be removed.*I.*error",
+)
+NO_ROOM = r"rank 0 could not save .*the disk is full .*needs [\d,]{6,} bytes, and [\d,]+ are free"
+FAULTS = {
+    "no room": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.ENOSPC),
+    "no quota": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.EDQUOT),
+    "no write of rank 1": Fault(
+        lambda call: call.rank == 1 and call.name == "write_at" and call.path.suffix == ".safetensors",
+        FAILED.format(1),
+    ),
+    "no commit": Fault(commits, FAILED.format(0)),
+    "no replacement": Fault(commits, FAILED.format(0), step=1),
+    "an older one stays": Fault(of_older("rename"), KEPT, (1, 2), warns=True),
+    "an older one is left as trash": Fault(of_older("remove"), KEPT, (1, 2), warns=True),
+    "no last sync": Fault(
+        lambda call: call.name == "sync" and call.path.name.startswith("caf"),
+        "step-00000002 is complete, but may be lost if the machine crashes",
+        (1, 2),
+        skip=1,
+        warns=True,
+    ),
+}
+
+
+@pytest.mark.assumes("posix_fallocate", "pwrite", "fsync")
+@pytest.mark.parametrize("name", without(FAULTS, "no quota"))
+def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one_is_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a folder whose name is no text. A full disk is found before a byte of a tensor is written."""
+    fault, disk, folder = FAULTS[name], Disk(monkeypatch, tmp_path), tmp_path / os.fsdecode(b"caf\xe9")
+
+    def program(transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        training.step(0)
+        with CheckpointManager(folder, training.optimizer, max_to_keep=1) as checkpoints:
+            checkpoints.save(1, {"n": 1}, blocking=True)
+            training.on_rank_0(disk.calls.clear)
+            training.on_rank_0(partial(disk.fail_when, fault.fails, fault.number, skip=fault.skip))
+            save = partial(checkpoints.save, fault.step, {"n": 2}, blocking=True, overwrite=True)
+            if not fault.warns:
+                with pytest.raises(RuntimeError, match=fault.words):
+                    save()
+            else:
+                save()
+            training.on_rank_0(disk.heal)
+            assert checkpoints.all_steps() == list(fault.left)
+            assert fault.warns or zero.open_checkpoint(step_folder(folder, 1)).state == {"n": 1}
+            training.optimizer.exchange(b"")
+            checkpoints.save(3, blocking=True)
+
+    with told() as messages:
+        on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told
+    assert len([text for text in messages if "step" in text]) == fault.warns, messages
+    written = [call for call in disk.calls if call.name == "write_at" and call.path.suffix == ".safetensors"]
+    assert fault.words != NO_ROOM or all(".tmp-step-00000003" in str(call.path) for call in written)
+    assert entries(folder) == names(3)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Calls of a rank during a save that fail: one after ``skip`` others, or from then on all."""
+
+    rank: int
+    skip: int
+    number: int
+    for_good: bool
+
+
+def failures(disk: Disk) -> list[Failure]:
+    """Return failures of each fifth call of the save that the disk has recorded; in turn one call and all fail."""
+    found = []
+    for rank in range(WORLD):
+        calls = {(call.name, call.path) for call in disk.of(rank)}  # one that waits for another rank is made often
+        assert len(calls) > 5
+        for skip in range(0, len(calls) + 5, 5):
+            for_good = skip % 2 == 1
+            found.append(Failure(rank, skip, ERRORS[(skip + for_good) % len(ERRORS)], for_good))
+    return found
+
+
+@pytest.mark.first(0)
+def test_a_disk_that_fails_at_some_call_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first save is whole; each pair of saves after it has one that is whole and one during which calls fail."""
+    root, disk = tmp_path / "run", Disk(monkeypatch, tmp_path)
+    warned: dict[int, list[str]] = {rank: [] for rank in range(WORLD)}
+    monkeypatch.setattr("zero.checkpoint.manager.warn_caller", lambda text: warned[disk.rank()].append(text))
+    planned: list[Failure] = []
+
+    def program(transport: Transport) -> list[bool]:
+        rank = transport.rank
+        disk.this_thread_is(rank)
+        training = Training(transport, 1)
+        checkpoints = CheckpointManager(root, training.optimizer, max_to_keep=2)
+
+        def fail(failure: Failure, good: int) -> None:
+            assert not [name for name in entries(root) if name.startswith(".tmp")]
+            assert complete_steps(root)[-1] == good
+            most = None if failure.for_good else 1
+            disk.fail_when(lambda call: call.rank == failure.rank, failure.number, skip=failure.skip, most=most)
+
+        training.step(0)
+        checkpoints.save(1, blocking=True)
+        training.on_rank_0(disk.calls.clear)
+        checkpoints.save(2)
+        checkpoints.wait_until_finished()
+        training.on_rank_0(lambda: planned.extend(failures(disk)))
+        failed = []
+        for number, failure in enumerate(planned, start=1):
+            good, bad = 2 * number + 1, 2 * number + 2
+            checkpoints.save(good, blocking=True)
+            training.on_rank_0(partial(fail, failure, good))
+            saving = checkpoints.save(bad)
+            if rank == failure.rank:
+                saving.wait()
+            training.optimizer.exchange(b"")
+            training.step(number)
+            saving.wait()
+            errors = training.optimizer.exchange(b"" if saving.error is None else str(saving.error).encode())
+            assert len({bool(text) for text in errors}) == 1, f"{failure}: {errors}"
+            failed.append(saving.error is not None)
+            texts = [text for text in warned[rank] if "the save of step" in text]
+            assert len(texts) == failed[-1], f"{failure}: {texts}"
+            cause, reason = f"rank {failure.rank} could not ", os.strerror(failure.number)
+            for text in texts:
+                assert text.startswith(f"the save of step {bad} has failed, and training goes on: {cause}"), failure
+                assert reason in text, failure
+                assert cause in str(saving.error), failure
+                assert reason in str(saving.error), failure
+            warned[rank].clear()
+            training.on_rank_0(disk.heal)
+            for step in (good, bad)[: 1 if failed[-1] else 2]:
+                zero.open_checkpoint(step_folder(root, step)).verify()
+            training.optimizer.exchange(b"")
+        checkpoints.save(10**6, blocking=True)
+        checkpoints.close()
+        plain = Training(transport, 1)
+        for number in range(len(planned) + 1):
+            plain.step(number)
+        assert training.optimizer.check_replicas() == plain.optimizer.check_replicas()
+        return failed
+
+    failed, _ = on_threads(WORLD, program, timeout=PATIENT)
+    assert sum(failed) > len(failed) / 2
+    assert all(name == ".lock" or name.startswith("step-") for name in entries(root))
+
+
+@pytest.mark.timeout(20)  # a save that never ends would be waited for
+def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, training = Disk(monkeypatch, tmp_path), Training()
+    training.step(0)
+    checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
+    disk.fail_when(lambda call: call.name == "write_at" and call.in_thread, errno.EIO)
+    checkpoints.save(1).wait()
+    training.backward(1)
+    with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
+        training.optimizer.step()
+    assert [found.filename for found in own(warned)] == [__file__]
+    assert str(own(warned)[0].message).endswith("; the next save tries again")
+    training.optimizer.zero_grad()
+    training.step(2)
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):
+        checkpoints.close()
+    checkpoints.close()
+    assert entries(tmp_path / "run") == [".lock"]
+
+
+# -- a save below the newest step, whose renames fail ------------------------------------------------------------------
+
+
+def fails_at(monkeypatch: pytest.MonkeyPatch, folder: Path, *left: int) -> list[int]:
+    """Let renames in a folder fail: one after so many others, and one after so many again. Return what is to come."""
+    rename, turns = files.rename, list(left)
+
+    def fails(source: Path, target: Path) -> None:
+        if source.parent == folder and turns:
+            turns[0] -= 1
+            if turns[0] < 0:
+                del turns[0]
+                raise OSError(errno.EIO, "it fails")
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", fails)
+    return turns
+
+
+@pytest.mark.parametrize("goes_back", [True, False], ids=["after a restore", "replaced"])
+def test_a_save_that_fails_sets_nothing_aside(goes_back: bool, tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    """Whichever rename fails, and also if the first one fails that should undo the others. A rollback lasts until a
+    save is complete: the next one sets the same steps aside."""
+    saved(tmp_path, optimizer, 2, 4, 6)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        if goes_back:
+            checkpoints.restore(2)
+        for failing in range(3 if goes_back else 4):  # 4, 6, then 2 if it is replaced, and the new one
+            with pytest.MonkeyPatch.context() as patch:
+                left = fails_at(patch, tmp_path, failing, *([0] if failing % 2 else []))
+                with pytest.raises(RuntimeError, match="it fails"):
+                    checkpoints.save(4 if goes_back else 2, overwrite=not goes_back, blocking=True)
+            assert not left, "there was nothing to undo"
+            assert checkpoints.all_steps() == [2, 4, 6]
+        if goes_back:
+            checkpoints.save(8, blocking=True)
+    assert complete_steps(tmp_path) == ([2, 8] if goes_back else [2, 4, 6])
+    assert aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"] * goes_back
+    assert len(entries(tmp_path)) == (5 if goes_back else 4), "and nothing else is left"
+
+
+# -- calls that fail although they are done, or whose folder is gone ---------------------------------------------------
+
+
+def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS may send a rename twice, and reports that the second one found nothing. So for the notes of ranks."""
+    rename: Callable[..., Any] = files.rename
+
+    def twice(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", twice)
+    on_threads(2, lambda transport: saved(tmp_path, Training(transport, 1).optimizer, 1), timeout=PATIENT)
+    assert entries(tmp_path) == names(1)
+    with pytest.raises(FileNotFoundError):
+        files.put_note(tmp_path / "gone" / "ready", b"")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_of_a_blocking_save_is_no_failed_save(
+    error: type[BaseException], tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    def interrupted(number: int) -> None:
+        raise error
+
+    with CheckpointManager(tmp_path, optimizer) as checkpoints, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "sync", interrupted)
+        with pytest.raises(error):
+            checkpoints.save(1, blocking=True)
+        with pytest.raises(error):
+            zero.save(tmp_path / "saved", optimizer)
+    assert complete_steps(tmp_path) == []
