@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,50 +50,31 @@ SCENARIOS = {
 }
 
 
-@dataclass(frozen=True)
-class Crash:
-    """What a crash has left. ``allowed``: which steps may be there. ``aside``: saves that must be there.
-
-    ``is_cleaned``: whether the next run removes all else; it warns of a folder in which nothing shows what it is.
-    """
-
-    tree: dict[str, bytes | None]
-    allowed: Sequence[Steps]
-    aside: Sequence[int]
-    where: str
-    is_cleaned: bool
-
-
 class Witness:
-    """Keeps what each crash would leave, and what must be found there."""
+    """Keeps what each crash would leave, with the steps that may be found there, and the saves that must be."""
 
     def __init__(self, disk: Disk, scenario: Scenario) -> None:
         self._disk, self._scenario, self._lock = disk, scenario, threading.RLock()
         self.counts = min(scenario.steps) > 0
-        self.crashes: dict[int, Crash] = {}
-        self.contents: list[str] = []  # of each save
-        self.steps: Steps = {}
+        self.crashes: dict[int, tuple[str, dict[str, bytes | None], list[Steps], list[int]]] = {}
         self._allowed: list[Steps] = [{}]
         self._aside: list[int] = []
         disk.after = self._crash
 
-    def begins(self, step: int) -> None:
+    def begins(self, step: int, number: int) -> None:
         """Note that a save begins: from now on the steps may be those after it."""
-        number = len(self.contents)
         with self._lock:
-            committed = {**{each: by for each, by in self.steps.items() if each < step}, step: number}
+            before = self._allowed[-1]
+            committed = {**{each: by for each, by in before.items() if each < step}, step: number}
             kept = sorted(committed)[-(self._scenario.max_to_keep or len(committed)) :]
-            after = {each: committed[each] for each in kept}
             replaced = [step] if self._scenario.overwrite else []
-            self._aside += [by for each, by in self.steps.items() if each >= step and each not in replaced]
-            self._allowed, self.steps = [self.steps, committed, after], after
+            self._aside += [by for each, by in before.items() if each >= step and each not in replaced]
+            self._allowed = [before, committed, {each: committed[each] for each in kept}]
 
-    def returned(self, content: str) -> None:
+    def returned(self) -> None:
         """Note that the result of the save was returned: from now on it must survive."""
         with self._lock:
-            if len(self._allowed) == 3:
-                self.contents.append(content)
-                self._allowed = self._allowed[1:]
+            self._allowed = self._allowed[-2:]
 
     def _crash(self, call: Call) -> None:
         for world in WORLDS if self.counts else ():
@@ -102,28 +84,24 @@ class Witness:
                 for path, data in sorted(tree.items())
                 if "/.tmp-" not in path or "/notes/" in path or path.endswith("/checkpoint.json") or data is None
             ]
-            begun = any("/.trash-" in path or ("/.tmp-" in path and path.endswith(".safetensors")) for path in tree)
             with self._lock:
                 key = hash((tuple(known), str(self._allowed), world == "last"))
-                where = f"a crash that keeps {world}, after {call}"
-                allowed, aside = tuple(self._allowed), tuple(self._aside)
-                self.crashes[key] = Crash(tree, allowed, aside, where, begun and world != "last")
+                self.crashes[key] = f"{world}, after {call}", tree, [*self._allowed], [*self._aside]
 
-    def check(self, crash: Crash, run: Path) -> None:
-        """Check what a reader finds in the folder of the run."""
-        found = {}
-        for step in complete_steps(run):
-            checkpoint = zero.open_checkpoint(steps_in(run)[step])
-            checkpoint.verify()
-            assert checkpoint.step == step
-            found[step] = checkpoint.content
-        allowed = [{step: self.contents[by] for step, by in steps.items()} for steps in crash.allowed]
-        assert found in allowed, f"{crash.where}: {list(found)} instead of {[list(steps) for steps in allowed]}"
-        there = [zero.open_checkpoint(path) for path in run.glob("abandoned-*")] if crash.aside else []
-        for checkpoint in there:
-            checkpoint.verify()
-        lost = {self.contents[by] for by in crash.aside} - {*found.values(), *(each.content for each in there)}
-        assert not lost, crash.where
+
+def check(run: Path, allowed: list[Steps], aside: list[int], where: str) -> None:
+    """Check what a reader finds in the folder of a run after a crash."""
+    found, saves = {}, set()
+    for step in complete_steps(run):
+        checkpoint = zero.open_checkpoint(steps_in(run)[step])
+        checkpoint.verify()
+        assert checkpoint.step == step
+        found[step] = checkpoint.state["n"]
+    assert found in allowed, f"{where}: {found} instead of {allowed}"
+    for path in run.glob("abandoned-*") if aside else ():
+        zero.open_checkpoint(path).verify()
+        saves.add(zero.open_checkpoint(path).state["n"])
+    assert set(aside) <= {*found.values(), *saves}, where
 
 
 @pytest.mark.first(1)
@@ -131,7 +109,7 @@ class Witness:
 @pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
 @pytest.mark.parametrize("name", without(SCENARIOS, "replaced", "went-back"))
 def test_after_any_crash_the_steps_are_those_before_or_after_the_save(name: str, tmp_path: Path) -> None:
-    """And the next run removes whatever else the crash has left."""
+    """And the next run removes whatever else the crash has left, but for a folder in which nothing shows what it is."""
     scenario, root = SCENARIOS[name], tmp_path / "disk"
     (root / "assets").mkdir(parents=True)
     (root / "assets" / "config.json").write_text("{}")
@@ -147,27 +125,29 @@ def test_after_any_crash_the_steps_are_those_before_or_after_the_save(name: str,
                     witness.counts = True
                     continue
                 training.step(number)
-                training.on_rank_0(lambda step=step: witness.begins(step))
-                witness.returned(checkpoints.save(step, overwrite=scenario.overwrite).result(PATIENT))
+                training.on_rank_0(partial(witness.begins, step, number))
+                checkpoints.save(step, {"n": number}, overwrite=scenario.overwrite).result(PATIENT)
+                witness.returned()
 
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, root)
         witness = Witness(disk, scenario)
         on_threads(scenario.world_size, train)
     assert len(witness.crashes) > scenario.least, len(witness.crashes)
-    for number, crash in enumerate(witness.crashes.values()):
+    for number, (where, tree, allowed, aside) in enumerate(witness.crashes.values()):
         left = tmp_path / str(number)
         left.mkdir()
-        materialize(crash.tree, left)
+        materialize(tree, left)
         if not (left / "run").exists():
             continue
-        witness.check(crash, left / "run")
-        if crash.is_cleaned:
+        check(left / "run", allowed, aside, where)
+        begun = any("/.trash-" in path or ("/.tmp-" in path and path.endswith(".safetensors")) for path in tree)
+        if begun and not where.startswith("last"):
             lock = LockedDirectory(left / "run", "0" * 16)
-            assert lock.clean() == [], crash.where
+            assert lock.clean() == [], where
             lock.close()
-            assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))], crash.where
-            witness.check(crash, left / "run")
+            assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))], where
+            check(left / "run", allowed, aside, where)
 
 
 @pytest.mark.assumes("fsync", "pwrite")

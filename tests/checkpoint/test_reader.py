@@ -123,6 +123,10 @@ def test_master_weights_are_read_and_loaded_as_what_was_written_into_parameters_
         model.last.requires_grad_(False)
         return plain_dict(optimizer)
 
+    def masters_of(states: Any) -> Any:
+        """Return the master weights, but for `empty` and `unused`, which equal the weights, and need not be kept."""
+        return {index: master for index, master in states["masters"].items() if index not in (2, 4)}
+
     model, optimizer = made(0)
     trained_whole(model, optimizer, range(3))
     with torch.no_grad():
@@ -131,13 +135,12 @@ def test_master_weights_are_read_and_loaded_as_what_was_written_into_parameters_
     save_small(tmp_path / "a", optimizer)
     checkpoint = open_checkpoint(tmp_path / "a")
     checkpoint.verify()
-    expected = plain_dict(optimizer)
-    assert_same_value(checkpoint.optimizer_state_dict()["masters"], expected["masters"], "masters")
+    expected = masters_of(plain_dict(optimizer))
+    assert_same_value(masters_of(checkpoint.optimizer_state_dict()), expected, "masters")
     assert torch.equal(checkpoint.masters()["first.weight"], model.first.weight.float())
     again, resumed = made(1)
     load(tmp_path / "a", resumed)
-    found = plain_dict(resumed)
-    assert_same_value(found["masters"], expected["masters"], "masters")
+    assert_same_value(masters_of(plain_dict(resumed)), expected, "masters")
     assert_same_states(trained_whole(again, resumed, range(3, 6)), trained_whole(model, optimizer, range(3, 6)))
     assert_same_model(again, model)
 

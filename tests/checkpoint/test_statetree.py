@@ -264,29 +264,3 @@ def test_what_encode_does_not_make_is_a_format_error() -> None:
         for tree in (unreadable, [{"a": unreadable}], {"$tuple": [unreadable]}):
             with pytest.raises(FormatError, match="a saved state"):
                 decode(tree, TENSORS, kinds)
-
-
-any_json = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | st.just("a"),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=2)
-        | st.dictionaries(
-            st.sampled_from([f"${tag}" for tag in WRONG if tag != "subclass"]),
-            inner | st.fixed_dictionaries({"dtype": inner, "shape": inner, "data": inner}),
-            min_size=1,
-            max_size=1,
-        )
-    ),
-    max_leaves=6,
-)
-
-
-@given(any_json)
-@MORE
-def test_whatever_json_there_is_it_is_a_value_or_a_format_error(tree: Any) -> None:
-    try:
-        value = decode(tree, {"a": torch.ones(1)})
-    except FormatError:
-        return
-    assert exact(decode(through_json(encode_inline(value, "state")), {})) == exact(value)

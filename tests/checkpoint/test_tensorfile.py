@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from safetensors.torch import save as save_bytes
-from torch import Tensor
 
 from zero.checkpoint.format.tensorfile import (
     LONGEST_HEADER,
@@ -27,9 +22,8 @@ from zero.checkpoint.format.tensorfile import (
     parse_header,
     parse_index,
 )
-from zero.core.statetree import DTYPES, NAMES, FormatError
+from zero.core.statetree import FormatError
 
-from ..support.plain import assert_same_bits, bits
 from ..support.rows import count
 
 MORE = settings(max_examples=count(3, 10) * settings().max_examples)
@@ -72,36 +66,6 @@ def assert_both_agree(file: bytes) -> str:
     assert read == {name: (each["dtype"], each["shape"], bytes(each["data"])) for name, each in expected.items()}
     assert found.nbytes == len(file)
     return ""
-
-
-def tensors() -> dict[str, Tensor]:
-    """Return a tensor of every dtype and of every kind of shape, with other bits each."""
-    found = {"scalar": torch.tensor(-0.0), "empty": torch.empty(0, 3, 0), 'text ä"\\\n': torch.ones(2, 1)}
-    for name, dtype in DTYPES.items():
-        data = torch.arange(15 * dtype.itemsize, dtype=torch.uint8)
-        found[name] = (data % 2 == 1 if dtype is torch.bool else (data * 7).view(dtype)).view(3, 5)
-    return found
-
-
-def test_each_reader_reads_what_the_other_writes_and_the_data_begins_at_a_page(tmp_path: Path) -> None:
-    named, metadata, listed = tensors(), {"tied": "kept", "ä": "ö\n\0"}, list[TensorEntry]()
-    for name, tensor in named.items():
-        listed.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), listed[-1].end if listed else 0))
-    file = header_bytes(listed, metadata) + b"".join(bytes(bits(tensor).tolist()) for tensor in named.values())
-    found = ours(file)
-    assert found.data % PAGE == 0
-    assert list(found.tensors) == listed
-    assert found.metadata == {"format": "pt", **metadata}
-    (tmp_path / "a").write_bytes(file)
-    for name, tensor in load_file(tmp_path / "a").items():
-        assert_same_bits(tensor, named[name], name)
-    assert not assert_both_agree(file)
-    assert ours(header_bytes([], {})) == Header(PAGE, (), {"format": "pt"})
-    del named["F8_E8M0"]  # it reads it, but cannot write it
-    file = save_bytes(named, {"a": "b"})
-    assert ours(file).metadata == {"a": "b"}
-    assert {entry.name for entry in ours(file).tensors} == set(named)
-    assert not assert_both_agree(file)
 
 
 def test_a_header_that_no_reader_takes_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
