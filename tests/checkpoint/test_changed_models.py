@@ -149,6 +149,7 @@ CLASSES: dict[str, tuple[int, Any, dict[str, Any], str | None]] = {
     "Adam with decay": (3, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}, None),
     "Adagrad": (2, torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}, NOT_AT_ZERO.format("sum")),
     "eager": (0, Eager, {}, NOT_AT_ZERO.format("scale")),
+    "Adafactor": (2, torch.optim.Adafactor, {"partition": "parameter"}, "its states do not have its rows"),
     "Adagrad from 0": (3, torch.optim.Adagrad, {"lr": 0.1}, None),
     "Rprop": (3, torch.optim.Rprop, {"lr": 0.01}, NOT_AT_ZERO.format("step_size")),
     "schedule-free": (3, ScheduleFree, {}, NOT_AT_ZERO.format("z")),
@@ -237,7 +238,7 @@ def test_master_weights_have_old_rows_as_they_were_saved_and_new_ones_of_the_mod
     (kept,) = on_threads(1, alone)
 
     def program(transport: Transport) -> tuple[Any, Any, Any]:
-        model, optimizer = made(transport, later, 1, transport.world_size, lr=0.01, mixed_precision=precision)
+        model, optimizer = made(transport, later, 1, 3 - transport.world_size, lr=0.01, mixed_precision=precision)
         train(model, optimizer, transport, range(1))
         masters = lambda: {name: optimizer.full_master(p) for name, p in model.named_parameters()}  # noqa: E731
         fresh = masters()

@@ -59,6 +59,7 @@ NO_ROOM = r"rank 0 could not save .*the disk is full .*needs [\d,]{6,} bytes, an
 FAULTS = {
     "no room": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.ENOSPC),
     "no quota": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.EDQUOT),
+    "no file": Fault(lambda call: call.name == "reserve", FAILED.format(0)),
     "no write of rank 1": Fault(
         lambda call: call.rank == 1 and call.name == "write_at" and call.path.suffix == ".safetensors",
         FAILED.format(1),
@@ -93,17 +94,18 @@ def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one
             checkpoints.save(1, {"n": 1}, blocking=True)
             training.on_rank_0(disk.calls.clear)
             training.on_rank_0(partial(disk.fail_when, fault.fails, fault.number, skip=fault.skip))
-            save = partial(checkpoints.save, fault.step, {"n": 2}, blocking=True, overwrite=True)
+            save = partial(checkpoints.save, fault.step, {"n": 2}, blocking=not fault.warns, overwrite=True)
             if not fault.warns:
                 with pytest.raises(RuntimeError, match=fault.words):
                     save()
             else:
-                save()
+                save().wait()  # the next save warns
             training.on_rank_0(disk.heal)
             assert checkpoints.all_steps() == list(fault.left)
             assert fault.warns or zero.open_checkpoint(step_folder(folder, 1)).state == {"n": 1}
             training.optimizer.exchange(b"")
-            checkpoints.save(3, blocking=True)
+            checkpoints.save(3)
+            checkpoints.wait_until_finished()
 
     with told() as messages:
         on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told

@@ -137,7 +137,7 @@ WRONG: list[tuple[Callable[..., None], dict[str, Any], str]] = [
 
 
 def test_a_wrong_argument_of_one_rank_is_an_error_on_all_and_nothing_is_written(tmp_path: Path) -> None:
-    for folder, name in (("back", b"a\\b.json"), ("bytes", b"\xff.json")):
+    for folder, name in (("back", b"a\\b.json"), ("bytes", b"\xff.json"), ("whole", b"config.json")):
         (tmp_path / folder).mkdir()
         Path(os.fsdecode(os.fsencode(tmp_path / folder) + b"/" + name)).touch()
 
@@ -149,10 +149,11 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all_and_nothing_is_written(
             with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=words):
                 call(tmp_path, of, **(given if transport.rank else {}))
             optimizer.exchange(b"")
-        zero.save(tmp_path / "a" / "b" / "saved", optimizer)
+        zero.save(tmp_path / "a" / "b" / "saved", optimizer, assets=tmp_path / "whole")
 
     on_threads(2, program, timeout=PATIENT)
-    assert entries(tmp_path) == ["a", "back", "bytes", "run"]
+    assert entries(tmp_path) == ["a", "back", "bytes", "run", "whole"]
+    assert (tmp_path / "a" / "b" / "saved" / "model" / "config.json").exists()
     zero.open_checkpoint(tmp_path / "a" / "b" / "saved").verify()
 
 
