@@ -175,7 +175,7 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
 }
 
 
-@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "edits without asking"))
+@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "states on disk"))
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:
