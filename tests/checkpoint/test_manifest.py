@@ -204,16 +204,14 @@ def test_a_wrong_content_and_a_block_above_the_limit_are_errors() -> None:
             Manifest.from_bytes(replace(small, block_bytes=block_bytes).to_bytes())
 
 
-LEAVING = ("", "/", "/etc/passwd", "a\\b", "..\\a", "a\0b")
+LEAVING = ("", "/", "/etc/passwd", "a\\b", "..\\a", "a\0b", "..", ".", "a/../b", "./a", "a//b", "a/")
 
 
-@given(paths | st.sampled_from(LEAVING))
-@MORE
-def test_a_path_is_taken_if_it_stays_inside(path: str) -> None:
-    if path not in LEAVING and is_inside(path):
+def test_a_path_is_taken_if_it_stays_inside() -> None:
+    for path in ("a", "a b/..c\n/-", ".a/b."):
         check_path(path)
-        return
-    with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
-        check_path(path)
-    with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
-        Manifest.from_bytes(replace(WHOLE, files={path: FileSums(0, ())}).to_bytes())
+    for path in LEAVING:
+        text = replace(WHOLE, files={path: FileSums(0, ())}).to_bytes()
+        for call in (lambda path=path: check_path(path), lambda text=text: Manifest.from_bytes(text)):
+            with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
+                call()
