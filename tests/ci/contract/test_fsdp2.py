@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ...support.plain import assert_same_value
@@ -10,15 +12,13 @@ from . import fsdp2
 
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["1", "2"])
-def test_policies_by_module_train_the_bits_of_fsdp2(gloo: GlooPool, ranks: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [(fsdp2.under_fsdp2, fsdp2.under_zero), (fsdp2.experts_under_fsdp2, fsdp2.experts_under_zero)],
+    ids=["policies by module", "what both ignore"],
+)
+def test_training_has_the_bits_of_fsdp2(gloo: GlooPool, theirs: Any, ours: Any, ranks: tuple[int, ...]) -> None:
     """Two contributions have one sum, and half of it is exact."""
-    expected = gloo.run(fsdp2.under_fsdp2, ranks=ranks)
+    expected = gloo.run(theirs, ranks=ranks)
     for stage in range(4):
-        assert_same_value(gloo.run(fsdp2.under_zero, stage, ranks=ranks), expected, f"stage {stage}")
-
-
-@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["1", "2"])
-def test_what_both_ignore_trains_beside_them_to_the_same_bits(gloo: GlooPool, ranks: tuple[int, ...]) -> None:
-    expected = gloo.run(fsdp2.experts_under_fsdp2, ranks=ranks)
-    for stage in range(4):
-        assert_same_value(gloo.run(fsdp2.experts_under_zero, stage, ranks=ranks), expected, f"stage {stage}")
+        assert_same_value(gloo.run(ours, stage, ranks=ranks), expected, f"stage {stage}")
