@@ -166,7 +166,8 @@ def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
 
     def meet(moment: str, waits: bool = True) -> None:
         store.set(f"{moment} {rank}", "")
-        store.wait([f"{moment} {other}" for other in range(case.world_size)] if waits else [])
+        if waits:
+            store.wait([f"{moment} {other}" for other in range(case.world_size)])
 
     def end() -> None:
         pipe.send(time.monotonic())

@@ -42,7 +42,7 @@ def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
                 helpers |= {p for file in files for p in (file.with_suffix(".py"), file / "__init__.py") if p.exists()}
         elif isinstance(node, ast.Attribute):
             of = ast.unparse(node.value)
-            if of in imported and of in PUBLIC and node.attr not in {*PUBLIC[of], "__file__"}:
+            if of in imported and of in PUBLIC and node.attr not in {*PUBLIC[of], "__file__", "__all__"}:
                 found.add(f"{of}.{node.attr}")
             if of not in ("self", "cls") and of.partition(".")[0] not in bound and node.attr in private_attributes():
                 found.add(ast.unparse(node))

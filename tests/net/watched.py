@@ -6,8 +6,9 @@ Knows: only the public names of `zero` and `collectives`. Does not know: the com
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, ClassVar
 
 import torch
@@ -41,9 +42,14 @@ class Watched(Rank):
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
     record = "hashed"
 
+    refusal = ""
+
     def do(self, command: Command) -> Any:
         found = super().do(command)
-        return {"what it returns": sha256(found), **self.seen()}
+        return {"what it returns": sha256(found), "refused": self.refusal, **self.seen()}
+
+    def refuse(self, command: p.Wrong) -> None:
+        self.refusal = self.error_of(command)
 
     def seen(self) -> dict[str, str]:
         """Return the record after a command; its keys name the parameter or state for a reader."""
@@ -83,10 +89,10 @@ class Undisturbed(Watched):
 
 
 def record(program: Program, pool: GlooPool) -> dict[str, Any]:
-    """Execute a program and return the records of all ranks. A hashed program is executed twice, once undisturbed."""
+    """Execute a program twice, once undisturbed, and return the records of all ranks."""
     found: dict[str, Any] = {}
     try:
-        for rank_class in (Watched, Undisturbed) if program.hashed else (Undisturbed,):
+        for rank_class in (Watched, Undisturbed):
             backend: Any = Processes(pool) if program.processes else Threads()
             backend.rank = rank_class
             of_all = found.setdefault(rank_class.record, {})
@@ -103,11 +109,14 @@ def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]
     yield "at the start", backend.do(p.Describe())
     for number, command in enumerate(program.commands, 1):
         label = f"after command {number}, {command}"
-        if isinstance(command, p.Load):
-            backend.start(program.config, command.setting, backend.save(command))
-            yield label, backend.do(p.Describe())
-        else:
-            yield label, backend.do(command)
+        with tempfile.TemporaryDirectory() as folder:
+            if isinstance(command, (p.Load, p.RollBack)) and command.folder:
+                command = replace(command, folder=folder)
+            if isinstance(command, p.Load):
+                backend.start(program.config, command.setting, backend.save(command))
+                yield label, backend.do(p.Describe())
+            else:
+                yield label, backend.do(command)
     yield "at the end", backend.do(p.Read())
     yield "after close()", [{"parameters": sha256(values)} for values in backend.close()]
 
