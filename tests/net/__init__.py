@@ -4,9 +4,9 @@ This is for commits that move or change code and must change no behaviour. Two s
 with its own `zero` and `collectives`: the commit's, and those of the working tree, uncommitted edits included. Nothing
 is stored: the reference is made in the same run, on the same machine.
 
-    programs   of the dials (`tests.dials`): each pair of values of two of them, with a load; calls at wrong moments;
-               and random ones. The SHA-256 of every parameter, optimizer state and gradient after every command; and
-               once more undisturbed, with traffic and `describe()`
+    programs   of the dials (`tests.dials`): each pair of values of two of them, with a load, and calls at wrong
+               moments: the SHA-256 of every parameter, optimizer state and gradient after every command; and once more
+               undisturbed, with traffic and `describe()`
     refused    arguments that are refused, and that ranks may not give differently: the texts of errors
     trained    runs of `zero train` in real processes: run.json
 

@@ -1,16 +1,12 @@
-"""The programs of both sides, the same in every run: those of the dials, and random ones.
+"""The programs of both sides, the same in every run: those of the dials.
 
 Knows: how programs are chosen. Does not know: how they are executed or recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from unittest import mock
-
-from hypothesis import HealthCheck, Phase, given, seed, settings
-from hypothesis.internal.conjecture import providers
 
 from ..dials import DIALS
 from ..dials.loops import steps
@@ -18,14 +14,8 @@ from ..dials.record import config_of, config_with
 from ..laws.space import ROWS, allowed, program_of
 from ..support.machine import program as p
 from ..support.machine.program import Command, Config, Load
-from ..support.machine.random_programs import EDGES, UNITS, Collectives, programs
-from ..support.narrowed import PRECISIONS
 from ..support.pool import SIZE
 
-ON_THREADS = Collectives(("auto", "shared", "two hosts"), ("ring",), UNITS, stacks=True, rounds=True, edges=EDGES)
-ON_PROCESSES = Collectives(
-    ("auto", "pairwise", "hierarchical"), ("ring", "all_to_all"), UNITS, meshes=True, rounds=True
-)
 HOW = ({}, {"full": True}, {"folder": p.FOLDER})
 OF_A_SETTING = ("stage", "ranks", "bucket_cap_mb", "collective", "sharding_factor", "offload", "units", "reshard")
 
@@ -45,7 +35,7 @@ class Program:
 
 def chosen(known: Collection[str]) -> Iterator[Program]:
     """Yield all programs. ``known``: the public names that both sides have."""
-    for program in (*of_pairs(), *of_moments(), *random_programs()):
+    for program in (*of_pairs(), *of_moments()):
         commands = (each for each in program.commands if p.LATER.get(type(each), "step") in known)
         yield replace(program, commands=tuple(commands), config=replace(program.config, delays=False))
 
@@ -70,33 +60,3 @@ def of_moments() -> Iterator[Program]:
         for stage in moment.stages:
             config = config_with({"stage": stage, "world_size": 2, **moment.changes})
             yield Program(config, (*moment.before, *wrong, *moment.after, *steps(2)))
-
-
-def random_programs() -> Iterator[Program]:
-    for number, (stage, precision) in enumerate((s, q) for s in range(4) for q in ("", *PRECISIONS)):
-        yield from drawn(number, (stage,), precision, processes=number % 4 == 3)
-
-
-def drawn(number: int, stages: Sequence[int], precision: str, *, processes: bool) -> list[Program]:
-    """Draw a program; the same one for the same ``number``."""
-    found = list[Program]()
-    collectives = ON_PROCESSES if processes else ON_THREADS
-
-    @seed(number)
-    @settings(
-        max_examples=16,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(programs(stages, 3 if processes else 4, collectives, (precision,), 12))
-    def keep(program: tuple[Config, list[Command]]) -> None:
-        config, commands = program
-        if 14 <= len(commands) <= 30 and config.setting.world_size > 1:
-            found.append(Program(config, tuple(commands), processes))
-
-    # Hypothesis also tries constants from source files nearby; these differ between the sides
-    with mock.patch.object(providers, "_get_local_constants", providers.Constants):
-        keep()
-    return found[:1]

@@ -1,8 +1,7 @@
-"""Programs on real processes, under FSDP2 and under this library: precisions by module, and ignored experts."""
+"""A program on real processes, under FSDP2 and under this library, with precisions by module."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,13 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from collectives import solo
 from zero import ZeroOptimizer
 
-from ...parameters.experts import EXPERTS, loss_of, sparse
 from ...support.models import seeded
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -43,11 +39,6 @@ def policy_of(name: str, module: nn.Module) -> MixedPrecisionPolicy:
     return HEAD if name == "5" else BODY
 
 
-def whole(model: nn.Module) -> dict[str, Tensor]:
-    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
-
-
 def under_fsdp2(group: dist.ProcessGroup, rank: int) -> Ended:
     model, mesh = build(), DeviceMesh.from_group(group, "cpu")
     units = [(name, part) for name, part in model.named_modules() if isinstance(part, (nn.LayerNorm, nn.Sequential))]
@@ -55,7 +46,8 @@ def under_fsdp2(group: dist.ProcessGroup, rank: int) -> Ended:
         fully_shard(part, mesh=mesh, mp_policy=policy_of(name, part))
     fully_shard(model, mesh=mesh, mp_policy=BODY)
     losses = train(model, rank, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return losses, whole(model)
+    whole: Any = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, {name: parameter.full_tensor() for name, parameter in whole.items()}
 
 
 def under_zero(group: dist.ProcessGroup, rank: int, stage: int) -> Ended:
@@ -78,48 +70,5 @@ def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer) -> list
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def experts_under_fsdp2(group: dist.ProcessGroup, rank: int) -> Ended:
-    """Train dense parameters by FSDP2, and each rank's own expert beside it."""
-    model, mesh = sparse([rank % EXPERTS]), DeviceMesh.from_group(group, "cpu")
-    experts = list(model.experts().parameters())
-    for layer in (*model.layers, model):
-        fully_shard(layer, mesh=mesh, ignored_params=set(experts))
-    dense = [parameter for parameter in model.parameters() if all(parameter is not each for each in experts)]
-    optimizers = [torch.optim.AdamW(params, lr=0.01) for params in (dense, experts)]
-
-    def before_step() -> None:
-        for parameter in experts:
-            assert parameter.grad is not None
-            parameter.grad.div_(dist.get_world_size(group))  # FSDP2 leaves them as this rank's
-
-    return train_experts(model, rank, optimizers, before_step), whole(model)
-
-
-def experts_under_zero(group: dist.ProcessGroup, rank: int, stage: int) -> Ended:
-    model = sparse([rank % EXPERTS])
-    given: dict[str, Any] = {"stage": stage, "lr": 0.01, "divisor": dist.get_world_size(group)}
-    dense = ZeroOptimizer(model, process_group=group, ignored=model.experts(), **given)
-    own = ZeroOptimizer(model.experts(), process_group=solo(), **given)
-    losses = train_experts(model, rank, [dense, own], lambda: None)
-    own.close()
-    dense.close()
-    return losses, whole(model)
-
-
-def train_experts(
-    model: Any, rank: int, optimizers: list[torch.optim.Optimizer], before_step: Callable[[], None]
-) -> list[float]:
-    losses = []
-    for number in range(STEPS):
-        loss = loss_of(model, number, rank)
-        loss.backward()  # type: ignore[no-untyped-call]
-        before_step()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
         losses.append(loss.item())
     return losses
