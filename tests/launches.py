@@ -161,7 +161,7 @@ def count(
         lr=1e-4,
         fused=True,
     )
-    counted = Counted(buckets=len(optimizer._storage.buckets))
+    counted = Counted(buckets=len(optimizer.describe().buckets))
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, noted in (
             (Transport, "announce", "rounds"),

@@ -44,11 +44,11 @@ class Group:
             raise AssertionError(f"{self.case}: rank {rank} hangs")
         return self.pipes[rank].recv()
 
-    def end(self) -> list[int | None]:
+    def end(self, patience: float = PATIENCE) -> list[int | None]:
         """Close the pipes, upon which the processes return; kill one that does not. Return the exit codes."""
         for pipe in self.pipes:
             pipe.close()
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + patience
         for process in self.processes:
             process.join(max(0.0, end - time.monotonic()))
         codes = [process.exitcode for process in self.processes]

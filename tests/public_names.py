@@ -20,6 +20,12 @@ def private_attributes() -> frozenset[str]:
     return frozenset(name for path in files for name in re.findall(r"\bself\.(_[a-z]\w*)", path.read_text()))
 
 
+def is_private_read(node: ast.AST) -> bool:
+    """Return whether a node of a test's syntax tree is a private attribute of an object of the packages."""
+    own = isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    return isinstance(node, ast.Attribute) and node.attr in private_attributes() and not own
+
+
 @cache
 def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
     """Return the non-public names that a module of the tests uses, and the tests' modules that it imports."""
@@ -44,7 +50,7 @@ def read(path: Path) -> tuple[frozenset[str], frozenset[Path]]:
             of = ast.unparse(node.value)
             if of in imported and of in PUBLIC and node.attr not in {*PUBLIC[of], "__file__", "__all__"}:
                 found.add(f"{of}.{node.attr}")
-            if of not in ("self", "cls") and of.partition(".")[0] not in bound and node.attr in private_attributes():
+            if is_private_read(node) and of.partition(".")[0] not in bound:
                 found.add(ast.unparse(node))
         elif isinstance(node, ast.Constant) and re.match(r"(zero|collectives)\.\w", str(node.value)):
             found.add(str(node.value))  # the name of a module that is patched or run
