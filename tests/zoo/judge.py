@@ -9,7 +9,7 @@ Knows: exceptions and their tracebacks. Does not know: bugs, or how a verdict is
 
 from __future__ import annotations
 
-import linecache
+import dis
 
 from _pytest.outcomes import Failed
 
@@ -32,9 +32,11 @@ def catches(error: BaseException) -> bool:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    file = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    code = None if trace is None else trace.tb_frame.f_code
+    is_inside = code is not None and code.co_filename.startswith(INSIDE)
     if isinstance(error, (AssertionError, Failed)):
-        return not file.startswith(INSIDE)
-    line = linecache.getline(file, trace.tb_lineno if trace is not None else 0)
-    documented = isinstance(error, (ValueError, TypeError, RuntimeError)) and type(error).__name__ not in CRASHES
-    return isinstance(error, TimeoutError) or (documented and line.lstrip().startswith("raise"))
+        return not is_inside
+    if trace is None or code is None or type(error).__name__ in CRASHES:
+        return False
+    is_raised = is_inside and dis.opname[code.co_code[trace.tb_lasti]] == "RAISE_VARARGS"
+    return isinstance(error, TimeoutError) or (is_raised and isinstance(error, (ValueError, TypeError, RuntimeError)))

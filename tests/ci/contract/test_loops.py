@@ -21,6 +21,8 @@ from ...support.loops import Halves, PlainLoop, seeded, two_layers
 from ...support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ...support.pool import GlooPool
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name not in ("Batch norm", "fp32", "Uneven data")])
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
