@@ -21,7 +21,18 @@ from zero import MicroBatchSampler
 from ...contract.recipes import assert_same_dict
 from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
-from ...support.loops import BLOCKS, SAMPLES, PlainLoop, autocast_loss, constant, even, mean_loss, network, seeded
+from ...support.loops import (
+    BLOCKS,
+    CLASSES,
+    SAMPLES,
+    PlainLoop,
+    autocast_loss,
+    constant,
+    even,
+    mean_loss,
+    network,
+    seeded,
+)
 from ...support.plain import assert_same_states
 from .ecosystem import COUNT, State, gpt2, state_of, training_arguments, variables
 from .ecosystem import DATASET as DATASET_OF_WORDS
@@ -252,3 +263,51 @@ def half_prepared(started: dict[str, Any], folder: Path) -> None:
 
 def test_a_gradient_that_no_optimizer_averages_is_an_error_on_every_rank(tmp_path: Path) -> None:
     launch(f"{__name__}:half_prepared", tmp_path, limit=LIMIT)
+
+
+# -- two models of one optimizer ---------------------------------------------------------------------------------------
+
+
+def two() -> tuple[nn.Module, nn.Module]:
+    return seeded(5, network), seeded(6, lambda: nn.Linear(CLASSES, CLASSES))
+
+
+def two_models(started: dict[str, Any], folder: Path) -> None:
+    """Train two models by one optimizer, and let each rank save, as if each were alone on its host."""
+    from accelerate.utils import ProjectConfiguration
+
+    from zero.integrations.accelerate import ZeroAccelerator
+
+    os.environ["LOCAL_RANK"] = "0"
+    project = ProjectConfiguration(save_on_each_node=True)
+    accelerator = ZeroAccelerator(stage=3, gradient_accumulation_steps=2, project_config=project)
+    first, second, sampler = *two(), sampler_of(started["rank"], started["world"])
+    both = [*second.parameters(), *first.parameters()]
+    optimizer, loader = torch.optim.AdamW(both, lr=1e-2), DataLoader(DATASET, batch_sampler=sampler)
+    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(first, second):
+            accelerator.backward(mean_loss(lambda inputs: second(first(inputs)), batch))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(both, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.save_state(f"{folder}/{started['rank']}")
+    optimizer.optimizer.close()
+
+
+def test_accelerate_trains_two_models_by_one_optimizer_and_saves_on_each_node(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    launch(f"{__name__}:two_models", tmp_path, limit=LIMIT)
+    first, second = two()
+    optimizer = torch.optim.AdamW([*second.parameters(), *first.parameters()], lr=1e-2)
+    PlainLoop(together=4, optimizer=optimizer).run(nn.Sequential(first, second), epochs_of(0))
+    for rank in range(2):
+        for file, model in (("model", first), ("model_1", second)):
+            saved = load_file(tmp_path / str(rank) / f"{file}.safetensors")
+            assert_same_dict({name: saved[name] for name in model.state_dict()}, model.state_dict())
+        assert_same_states(
+            torch.load(tmp_path / str(rank) / "optimizer.bin", weights_only=True), optimizer.state_dict()
+        )
