@@ -9,12 +9,10 @@ import hashlib
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from collectives import Algorithm, Collective, Hierarchical, Transport
 
 from ..support.machine import program as p
 from ..support.machine.backends import Backend, Processes, Threads
@@ -26,23 +24,14 @@ from .compare import ERROR
 from .programs import Program
 
 
-def in_halves(transport: Transport) -> Collective:
-    """Return `Hierarchical`, as if each half of the ranks had a host."""
-    middle = (transport.world_size + 1) // 2
-    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
-    return Hierarchical(transport, hosts)
-
-
 class Watched(Rank):
     """A rank that hashes every parameter, gradient and optimizer state after every command.
 
     This gathers them, at every stage.
     """
 
-    algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
     record = "hashed"
-
-    refusal = ""
+    refusal = ""  # the text of the last error
 
     def do(self, command: Command) -> Any:
         found = super().do(command)
