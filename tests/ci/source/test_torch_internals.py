@@ -1,9 +1,12 @@
-"""Private names of torch: one module has all. A use count of another meaning is an error."""
+"""Private names of torch: one module has all; without one the library is imported, and names it where it is used."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +69,39 @@ def test_private_names_are_in_one_module_and_private_attributes_are_listed_there
     )
     assert used, "if there are none, this reader is blind"
     assert used <= listed, f"{used - listed} are read, but not listed"
+
+
+WITHOUT_NAMES = """
+import json, pkgutil
+hidden = []
+def resolve_nothing(path):
+    hidden.append(path.replace(":", "."))
+    raise AttributeError(path)
+pkgutil.resolve_name = resolve_nothing
+from collectives import torch_internals
+from tests.support.errors import error_of
+from zero import ZeroOptimizer
+found = {}
+for value in vars(torch_internals).values():
+    if torch_internals.missing(value) is not None:
+        uses = (lambda: value(1), lambda: value.__code__, lambda: isinstance(1, value))
+        errors = [error_of(use) for use in uses]
+        found[next(path for path in hidden if f" has no {path}, " in errors[0])] = errors
+assert found.keys() == {*hidden}
+print(json.dumps(found))
+"""
+
+
+def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_is_used() -> None:
+    command = [sys.executable, "-c", WITHOUT_NAMES]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found
+    for path, errors in found.items():  # of a call, an attribute and isinstance
+        for error in errors:
+            assert error.startswith(f"RuntimeError: torch {torch.__version__} has no {path}, which "), error
+            assert f"use torch {torch_internals.TESTED_VERSION}" in error
 
 
 # -- the use count of a storage ----------------------------------------------------------------------------------------
