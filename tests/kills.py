@@ -23,7 +23,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +45,11 @@ from collectives import (
 from collectives.backends.gloo import connect
 from collectives.links.control_plane import MESH_RANKS
 
+from .processes import PATIENCE, Group
 from .support.carried import folded
 from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
-PATIENCE = 60.0  # seconds for processes to start and to end
 LABEL = "the sum that never ends"
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "shared": shared,
@@ -160,13 +159,21 @@ def named_files() -> list[str]:
     return [file for file in found if re.match("/(dev/shm|tmp|run)/", file) and not file.endswith(".so")]
 
 
-def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
+def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
     """The program of one rank's process."""
     before = named_files()
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, case.world_size, is_master=False)
-    store.set(f"rank {rank} has imported all", "")
-    store.wait([f"rank {other} has imported all" for other in range(case.world_size)])
+    store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+
+    def meet(moment: str, waits: bool = True) -> None:
+        store.set(f"{moment} {rank}", "")
+        if waits:
+            store.wait([f"{moment} {other}" for other in range(case.world_size)])
+
+    def end() -> None:
+        pipe.send(time.monotonic())
+        end_self(case.end)
+
+    meet("has imported all")
     limit = timedelta(seconds=case.limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
     collective = ALGORITHMS[case.algorithm](connect())
@@ -174,72 +181,34 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
         by_tree(collective.transport)
     pipe.send(sorted(set(named_files()) - set(before)))
     pipe.recv()
-    number, errors = 0, list[str]()
-    while not errors:
+    number, error = 0, ""
+    while not error:
         number += 1
+        is_end = number == case.moment
         try:
-            if number == case.moment and case.stops_when_waited_for:
-                store.set(f"rank {rank} is here", "")
-                if rank == case.victim:
-                    store.wait([f"rank {other} is here" for other in range(case.world_size)])
-                    pipe.send(time.monotonic())
-                    end_self(case.end)
+            if is_end and case.stops_when_waited_for:
+                meet("is here", waits=rank == case.victim)
+            if is_end and case.stops_when_waited_for and rank == case.victim:
+                end()
             wait = launch(collective, case.collective, number, case.numel)
-            if (rank, number) == (case.victim, case.moment) and not case.stops_when_waited_for:
-                pipe.send(time.monotonic())
-                end_self(case.end)
+            if is_end and not case.stops_when_waited_for and rank == case.victim:
+                end()
             wait()
-        except CollectiveError as error:
-            errors.append(str(error))
-    pipe.send((time.monotonic(), errors[0]))
+        except CollectiveError as raised:
+            error = str(raised)
+    pipe.send((time.monotonic(), error))
     try:
         launch(collective, case.collective, number, case.numel)()
-    except CollectiveError as error:
-        pipe.send(str(error))
+    except CollectiveError as again:
+        pipe.send(str(again))
     if case.stays:
         pipe.poll(PATIENCE)  # the other ranks must learn of the failure without the end of this process
 
 
-class Group:
-    """The processes of a case's ranks."""
-
-    def __init__(self, case: Case) -> None:
-        self.about, world_size = str(case), case.world_size
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "torch.distributed"])
-        self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        self.pipes: list[Any] = []
-        self.processes: list[Any] = []
-        for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=rank_of, args=(rank, self._store.port, theirs, case), daemon=True)
-            process.start()
-            theirs.close()
-            self.pipes.append(ours)
-            self.processes.append(process)
-
-    def hear(self, rank: int, limit: float = PATIENCE) -> Any:
-        if not self.pipes[rank].poll(limit):
-            raise AssertionError(f"{self.about}: rank {rank} hangs")
-        return self.pipes[rank].recv()
-
-    def end(self) -> None:
-        """Close the pipes, upon which the processes return. Kill one that does not, and raise an error."""
-        for pipe in self.pipes:
-            pipe.close()
-        end = time.monotonic() + PATIENCE
-        for process in self.processes:
-            process.join(max(0.0, end - time.monotonic()))
-        hanging = [rank for rank, process in enumerate(self.processes) if process.exitcode is None]
-        for process in self.processes:
-            process.kill()
-            process.join()
-        assert not hanging, f"{self.about}: ranks {hanging} do not end"
-
-
 def run(case: Case) -> None:
     """Run a case; raise `AssertionError` if anything differs from the promise."""
-    group = Group(case)
+    group = Group(rank_of, case.world_size, case)
+    victim = group.processes[case.victim]
     try:
         named = [group.hear(rank) for rank in range(case.world_size)]
         assert named == [[]] * case.world_size, f"{case}: files that may be left behind: {named}"
@@ -248,25 +217,25 @@ def run(case: Case) -> None:
         if case.moment is None:
             time.sleep(case.delay)
             begin = time.monotonic()
-            os.kill(group.processes[case.victim].pid or 0, signal.SIGKILL)
+            os.kill(victim.pid, signal.SIGKILL)
         else:
             begin = group.hear(case.victim)
         unseen = case.end is End.STOPPED or case.algorithm == "all_to_all"
         allowed = SOON + (case.limit if unseen else 0.0)
-        for rank in range(case.world_size):
-            if rank != case.victim:
-                at, error = group.hear(rank, PATIENCE + allowed)
-                assert at - begin < allowed, f"{case}: rank {rank} needed {at - begin:.1f} s: {error}"
-                assert re.search(case.named, error), f"{case}: on rank {rank}: {error}"
-                again = group.hear(rank, SOON)
-                assert "this communicator is closed since an earlier failure" in again, f"{case}: {again}"
+        for rank in set(range(case.world_size)) - {case.victim}:
+            at, error = group.hear(rank, PATIENCE + allowed)
+            assert at - begin < allowed, f"{case}: rank {rank} needed {at - begin:.1f} s: {error}"
+            assert re.search(case.named, error), f"{case}: on rank {rank}: {error}"
+            again = group.hear(rank, SOON)
+            assert "this communicator is closed since an earlier failure" in again, f"{case}: {again}"
         if case.end is End.STOPPED:
-            os.kill(group.processes[case.victim].pid or 0, signal.SIGCONT)
+            os.kill(victim.pid, signal.SIGCONT)
             _, error = group.hear(case.victim, allowed)
             assert LABEL in error, f"{case}: on rank {case.victim}, which went on: {error}"
             group.hear(case.victim, SOON)
     finally:
-        group.end()
+        codes = group.end()
+    assert None not in codes, f"{case}: ranks do not end: {codes}"
 
 
 def drawn(seed: int, ranks: int | None = None) -> Case:

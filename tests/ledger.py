@@ -16,15 +16,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -37,11 +36,11 @@ from collectives import CollectiveError, Transport
 from collectives.launches.sentinel import SENTINEL
 from zero import ZeroOptimizer
 
+from .processes import PATIENCE, Group
 from .support.models import seeded
 from .support.streamed import StoreMail, StreamedGloo, StreamedLoopback
 
 SOON = 2.0  # seconds beyond the limit in which every rank raises
-PATIENCE = 60.0  # seconds for processes to start and to end, and of the group
 STEPS, WIDTH, BLOCKS = 4, 8, 4
 DIVERGENCES = ("order", "unit", "raise", "memory", "lost", "ends")
 LATE = ("late", "holds")
@@ -191,15 +190,12 @@ def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
-def serve(rank: int, port: int, pipe: Any, case: Case) -> None:
+def serve(rank: int, pipe: Any, port: int, case: Case) -> None:
     """The program of a process: a rank of one case."""
-    torch.set_num_threads(1)
     logging.getLogger("collectives").setLevel(logging.CRITICAL)
-    store = dist.TCPStore("127.0.0.1", port, None, False)
-    limit = timedelta(seconds=case.patience)
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=case.ranks, timeout=limit
-    )
+    store, limit = dist.TCPStore("127.0.0.1", port, None, False), timedelta(seconds=case.patience)
+    own = dist.PrefixStore("group", store)
+    dist.init_process_group("gloo", store=own, rank=rank, world_size=case.ranks, timeout=limit)
     mail = StoreMail(dist.TCPStore("127.0.0.1", port, None, False))
     transport = Transport(StreamedGloo(dist.group.WORLD, case.patience, mail, case.limit))
     try:
@@ -210,43 +206,22 @@ def serve(rank: int, port: int, pipe: Any, case: Case) -> None:
 
 
 def on_processes(case: Case) -> tuple[float, list[Seen | None]]:
-    """Do as `on_threads`. Processes are forks of one that has imported the library."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    pipes, processes = list[Any](), list[Any]()
-    for rank in range(case.ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=serve, args=(rank, store.port, theirs, case), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    parted, found = time.monotonic(), [None] * case.ranks
+    """Do as `on_threads`."""
+    group = Group(serve, case.ranks, case)
+    parted, found = time.monotonic(), list[Seen | None]([None] * case.ranks)
     try:
-        for rank, pipe in sorted(enumerate(pipes), key=lambda each: each[0] == case.victim):
-            seen: Any = None
-            while not isinstance(seen, Seen):
-                if isinstance(seen, float) and case.what == "stops":
-                    break
-                if not pipe.poll(PATIENCE):
-                    raise AssertionError(f"{case}: rank {rank} hangs")
-                try:
-                    seen = pipe.recv()
-                except (EOFError, ConnectionResetError):
-                    break
-                parted = seen if isinstance(seen, float) else parted
-            found[rank] = seen if isinstance(seen, Seen) else None
+        for rank in sorted(range(case.ranks), key=lambda rank: rank == case.victim):
+            with suppress(EOFError, ConnectionResetError):
+                while not isinstance(seen := group.hear(rank), Seen):
+                    parted = seen
+                    if case.what == "stops":
+                        break
+                found[rank] = seen if isinstance(seen, Seen) else None
     finally:
-        for pipe in pipes:
-            pipe.close()
         if case.what == "stops":
-            processes[case.victim].kill()
-        for process in processes:
-            process.join(PATIENCE)
-            code = process.exitcode
-            process.kill()
-            assert code in (0, 1) or case.what == "stops", f"{case}: a process ended with {code}"
+            group.processes[case.victim].kill()
+        codes = group.end()
+    assert set(codes) <= {0, 1} or case.what == "stops", f"{case}: processes ended with {codes}"
     return parted, found
 
 
@@ -303,32 +278,21 @@ def drawn(seed: int, limit: float = 0.5, *, late: bool = False) -> Case:
     )
 
 
-@contextmanager
-def told() -> Iterator[None]:
-    begin = time.monotonic()
-    yield
-    print(f" in {time.monotonic() - begin:.0f} s")
-
-
 def main(divergences: int = 60, late: int = 6, limit: float = 0.5) -> None:
     logging.getLogger("collectives").setLevel(logging.CRITICAL)
-    seconds, kinds, gone = list[float](), Counter[str](), 0
-    with told():
-        for seed in range(divergences):
-            case = drawn(seed, limit)
-            seconds.append(run(case)[0])
-            kinds[f"{case.what} ({'processes' if case.processes else 'threads'})"] += 1
-            print(f"\r{seed + 1} of {divergences} divergences", end="", flush=True)
-    if seconds:
-        print(f"named on every rank after {max(seconds):.1f} s at most; limit {limit} s and {SOON} s")
-        print(", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())))
-    with told():
-        for seed in range(late):
-            run_late(drawn(seed, limit, late=True))
-            gone += 1
-            print(f"\r{gone} of {late} late ranks: nothing raised, same bits", end="", flush=True)
+    begin, longest, kinds = time.monotonic(), 0.0, Counter[str]()
+    for seed in range(divergences):
+        case = drawn(seed, limit)
+        longest = max(longest, run(case)[0])
+        kinds[f"{case.what} ({'processes' if case.processes else 'threads'})"] += 1
+        print(f"\r{seed + 1} of {divergences} divergences", end="", flush=True)
+    print(f" in {time.monotonic() - begin:.0f} s; named on every rank after {longest:.1f} s at most; limit {limit} s")
+    print(", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())))
+    for seed in range(late):
+        run_late(drawn(seed, limit, late=True))
+        print(f"\r{seed + 1} of {late} late ranks: nothing raised, same bits", end="", flush=True)
+    print()
 
 
 if __name__ == "__main__":
-    kinds_of = (int, int, float)
-    main(*(kind(given) for kind, given in zip(kinds_of, sys.argv[1:], strict=False)))
+    main(*(kind(given) for kind, given in zip((int, int, float), sys.argv[1:], strict=False)))

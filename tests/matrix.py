@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -29,6 +28,7 @@ import torch
 from zero.commands.cli import main as command_line
 from zero.commands.train.command import parameters_sha256
 
+from .processes import Group
 from .support.example import plain_example
 from .support.ports import reserved_port
 from .support.processor import spare_matrix_unit
@@ -102,33 +102,21 @@ class Run:
 
 def fork(ranks: int, arguments: list[str], out: str) -> None:
     """Run the command on forked ranks, or in one process without a launcher's environment."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["zero.commands.train.command", "tests.support.example"])
     with reserved_port() as port:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-        group["LOCAL_WORLD_SIZE"] = group["WORLD_SIZE"]
-        started: list[Any] = []
-        for rank in range(ranks):
-            environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            said = str(Path(out) / f"rank-{rank}.txt")
-            started.append(context.Process(target=_rank, args=(arguments, environment, said), daemon=True))
-            started[-1].start()
-        end = time.monotonic() + LIMIT
-        for process in started:
-            process.join(max(0.0, end - time.monotonic()))
-    codes = [process.exitcode for process in started]
+        group = {**group, "LOCAL_WORLD_SIZE": str(ranks)} if ranks > 1 else {}
+        codes = Group(rank_of, ranks, (arguments, group, out)).end(LIMIT)
     if any(code != 0 for code in codes):  # None: the time was over
-        for process in started:
-            process.kill()
         said = "\n".join(path.read_text() for path in sorted(Path(out).glob("rank-*.txt")))
         raise SystemExit(f"zero train {' '.join(arguments)}: {codes}\n{said}")
 
 
-def _rank(arguments: list[str], environment: dict[str, str], said: str) -> None:
+def rank_of(rank: int, _: Any, __: int, case: tuple[list[str], dict[str, str], str]) -> None:
     """Run the command in this process. What it prints goes to a file."""
+    arguments, group, out = case
     spare_matrix_unit()
-    os.environ.update(environment)
-    with open(said, "w") as file:
+    os.environ.update({**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if group else {})
+    with open(Path(out) / f"rank-{rank}.txt", "w") as file:
         sys.stdout = sys.stderr = file
         sys.exit(command_line(arguments, command="train"))
 
@@ -175,15 +163,14 @@ def main() -> int:
         print(f"plain loop, {name}: {sha}", flush=True)
     failures = 0
     for run in runs:
-        begin = time.monotonic()
-        record = run.record()
+        begin, record = time.monotonic(), run.record()
         same = record["params_sha256"] == hashes[run.variant.name]
         own = run.sharing[:1] in [(f"--collective={name}",) for name in ("hierarchical", "all_to_all")]
         held, bound = (record["ranks"][0][name] for name in ("measured", "formula"))
         scratch = own or all(held[kind] <= bound[kind] for kind in ("scratch_peak", "gathered_peak"))
         failures += not (same and scratch)
-        facts = f"scratch {'of its own' if own else 'within bound' if scratch else 'OVER'}"
         digest = f"{record['params_sha256'][:16]} {'same' if same else 'DIFFERS'}"
+        facts = f"scratch {'of its own' if own else 'within bound' if scratch else 'OVER'}"
         print(f"{run} {digest}, {facts}, {time.monotonic() - begin:.0f} s", flush=True)
     print(f"{len(runs)} runs, {failures} failures")
     return 1 if failures else 0

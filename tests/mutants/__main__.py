@@ -27,7 +27,6 @@ from .sites import Site, changed_lines, describe, sites
 
 LIMIT = 1200  # seconds for all tests of one mutant, by default
 FEW = 30  # mutants, of which fewer say little about the tests: some are equivalents
-OUTCOMES = ("killed", "survived", "stale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -97,34 +96,29 @@ def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], op
         print(f"{outcome:<9} {name} {test} ({seconds:.1f} s)", flush=True)
 
     def show(verdict: forked.Verdict) -> None:
-        killed = verdict.outcome in ("failed", "died")
-        outcome = "killed" if killed else "stale" if verdict.outcome == "stale" else "survived"
+        outcome = {"failed": "killed", "died": "killed", "stale": "stale"}.get(verdict.outcome, "survived")
         remark = verdict.test or verdict.error or ("" if verdict.entered else "its code did not run")
         note(verdict.trial.name, outcome, remark, verdict.seconds)
 
     trials = []
     for site in chosen:
-        tests = reaching.get(site.file, {}).get(site.line, [])
-        if tests:
+        if tests := reaching.get(site.file, {}).get(site.line, []):
             trials.append(forked.Trial(str(site), ("tests.mutants.sites:apply", str(site)), tuple(tests)))
         else:
             note(str(site), "survived", "no test reaches its line", 0.0)
     files = sorted({f"tests/{test.partition('::')[0]}" for trial in trials for test in trial.tests})
     status = forked.run(trials, files, show, jobs=options.jobs, limit=options.limit) if trials else 0
-    rooms: Counter[tuple[str, str]] = Counter()
-    for name, (outcome, _) in outcomes.items():
-        rooms[_room(Site.of(name).file), outcome] += 1
+    counts = Counter((_room(Site.of(name).file), outcome) for name, (outcome, _) in outcomes.items())
+    counts.update(("all", outcome) for outcome, _ in outcomes.values())
     print(f"\n{'room':<24} killed survived stale   ({time.monotonic() - begin:.0f} s)")
-    for room in [*sorted({room for room, _ in rooms}), "all"]:
-        of_room = {o: sum(n for (r, k), n in rooms.items() if k == o and room in (r, "all")) for o in OUTCOMES}
-        print(f"{room:<24} {of_room['killed']:>6} {of_room['survived']:>8} {of_room['stale']:>5}")
+    for room in [*sorted({room for room, _ in counts} - {"all"}), "all"]:
+        print(f"{room:<24} {counts[room, 'killed']:>6} {counts[room, 'survived']:>8} {counts[room, 'stale']:>5}")
     for name, (outcome, remark) in sorted(outcomes.items()):
         if outcome == "survived":
             print(f"\n{name} {remark}\n    {describe(Site.of(name))}")
     if options.results is not None:
         options.results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
-    killed = sum(outcome == "killed" for outcome, _ in outcomes.values())
-    fit = sum(outcome != "stale" for outcome, _ in outcomes.values())
+    killed, fit = counts["all", "killed"], len(outcomes) - counts["all", "stale"]
     if fit >= FEW and killed < options.at_least * fit:
         print(f"\n{killed} of {fit} are killed: at least {options.at_least:.0%} must be")
         return 1

@@ -17,8 +17,9 @@ import ast
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ..zoo.live import ROOT, Place, StaleError, compile_into_live_functions, parsed
+from ..zoo.live import ROOT, StaleError, compile_into_live_functions, parsed
 
 PACKAGES = ("zero", "collectives")
 LEFT_OUT = ("zero/commands/", "zero/planning/")
@@ -60,8 +61,22 @@ class Site:
 
 
 @dataclass
-class _Place(Place):
-    functions: list[ast.FunctionDef]
+class Place:
+    """A node of a syntax tree: the attribute, or the item of a list, of its parent, inside functions."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+    node: ast.AST
+    functions: list[ast.FunctionDef]  # from the outermost one
+
+    def put(self, new: ast.AST) -> None:
+        """Let another node lie here."""
+        ast.copy_location(new, self.node)
+        if self.index is None:
+            setattr(self.parent, self.field, new)
+        else:
+            getattr(self.parent, self.field)[self.index] = new
 
 
 def sites() -> Iterator[Site]:
@@ -78,17 +93,15 @@ def apply(text: str) -> None:
     site = Site.of(text)
     tree = parsed(str(ROOT / site.file))
     place = _place(site, tree)
-    _mutate(place, site.kind)
+    place.put(_changed(place.node, site.kind))
     compile_into_live_functions(tree, str(ROOT / site.file), place.functions)
 
 
 def describe(site: Site) -> str:
     """Return the code before and after."""
-    place = _place(site, parsed(str(ROOT / site.file)))
-    shown = place.node.test if site.kind in ("always", "never") and isinstance(place.node, ast.If) else place.node
-    before = ast.unparse(shown)
-    _mutate(place, site.kind)
-    return f"{before} -> {ast.unparse(_now(place))}"
+    node = _place(site, parsed(str(ROOT / site.file))).node
+    both = (node, _changed(node, site.kind))
+    return " -> ".join(ast.unparse(each.test if isinstance(each, ast.If) else each) for each in both)
 
 
 def changed_lines(commit: str) -> dict[str, set[int]]:
@@ -119,20 +132,20 @@ def _functions(text: str) -> Iterator[tuple[tuple[str, str], ast.FunctionDef]]:
             yield (node.name, ast.dump(node)), node
 
 
-def _place(site: Site, tree: ast.Module) -> _Place:
+def _place(site: Site, tree: ast.Module) -> Place:
     for found, place in _found(site.file, tree):
         if found == site:
             return place
     raise StaleError(f"there is no {site}")
 
 
-def _found(file: str, tree: ast.Module) -> Iterator[tuple[Site, _Place]]:
+def _found(file: str, tree: ast.Module) -> Iterator[tuple[Site, Place]]:
     for place in _places(tree, []):
         for kind in _kinds(place.node):
             yield Site(file, place.node.lineno, place.node.col_offset, kind), place  # type: ignore[attr-defined]
 
 
-def _places(node: ast.AST, functions: Sequence[ast.FunctionDef]) -> Iterator[_Place]:
+def _places(node: ast.AST, functions: Sequence[ast.FunctionDef]) -> Iterator[Place]:
     """Yield what lies inside functions, without errors, logs, annotations and default values."""
     inside = [*functions, node] if isinstance(node, ast.FunctionDef) else [*functions]
     for field, value in ast.iter_fields(node):
@@ -143,7 +156,7 @@ def _places(node: ast.AST, functions: Sequence[ast.FunctionDef]) -> Iterator[_Pl
             if not isinstance(child, ast.AST) or isinstance(child, skipped) or _is_log(child):
                 continue
             if inside:
-                yield _Place(node, field, index, child, inside)
+                yield Place(node, field, index, child, inside)
             yield from _places(child, inside)
 
 
@@ -168,26 +181,19 @@ def _kinds(node: ast.AST) -> Iterator[str]:
         yield from ("always", "never")
 
 
-def _mutate(place: _Place, kind: str) -> None:
-    node = place.node
-    if isinstance(node, ast.Compare):
-        node.ops = [_COMPARE[type(node.ops[0])]()]
-    elif isinstance(node, ast.BinOp):
-        node.op = _OPERATOR[type(node.op)]()
-    elif isinstance(node, ast.BoolOp):
-        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-    elif isinstance(node, ast.UnaryOp):
-        place.put(node.operand)
-    elif isinstance(node, ast.Constant):
-        value = node.value
-        place.put(ast.Constant(not value if isinstance(value, bool) else int(str(value)) + 1))
-    elif isinstance(node, ast.If):
-        node.test = ast.copy_location(ast.Constant(kind == "always"), node.test)
-    else:
-        place.put(ast.Pass())
-
-
-def _now(place: _Place) -> ast.AST:
-    found = getattr(place.parent, place.field)
-    found = found if place.index is None else found[place.index]
-    return found.test if isinstance(found, ast.If) else found  # type: ignore[no-any-return]
+def _changed(node: Any, kind: str) -> ast.AST:
+    """Return what stands in the place of a node."""
+    match kind:
+        case "compare":
+            return ast.Compare(node.left, [_COMPARE[type(node.ops[0])]()], node.comparators)
+        case "operator":
+            return ast.BinOp(node.left, _OPERATOR[type(node.op)](), node.right)
+        case "and-or":
+            return ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+        case "not":
+            return node.operand  # type: ignore[no-any-return]
+        case "constant":
+            return ast.Constant(not node.value if isinstance(node.value, bool) else node.value + 1)
+        case "drop":
+            return ast.Pass()
+    return ast.If(ast.Constant(kind == "always"), node.body, node.orelse)

@@ -17,9 +17,8 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,33 +27,12 @@ from .compare import differences
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COMPARED = ("zero", "collectives")
-LIMIT = 3600.0  # seconds for everything, which takes 350 seconds of CPU time
+LIMIT = 5400.0  # seconds for everything
+ASKS = "import zero; print(*(name for name in (*zero.__all__, *dir(zero.ZeroOptimizer)) if name[0] != '_'))"
 
 
 class CannotTryError(Exception):
-    """There is no reference, or a side failed. The message is one line."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        self.code = code
-
-
-@dataclass(frozen=True)
-class Side:
-    """A process that makes the records of one side. ``name``: its name in messages."""
-
-    name: str
-    folder: Path
-    process: subprocess.Popen[bytes]
-
-    def failure(self) -> list[str]:
-        """Return the last output of a process that failed."""
-        lines = (self.folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
-        code = self.process.poll()
-        return [f"{self.name} fails with code {code}: {lines[-1]}", *lines[-30:]] if code else []
-
-    def records(self) -> dict[str, Any]:
-        return dict(json.loads(line) for line in (self.folder / "records.jsonl").read_text().splitlines())
+    """There is no reference. The message is one line."""
 
 
 def main(arguments: list[str]) -> int:
@@ -64,91 +42,90 @@ def main(arguments: list[str]) -> int:
         return 2
     begin = time.monotonic()
     try:
-        commit = (
-            _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{arguments[0]}^{{commit}}").decode().strip()
-        )
+        commit = output("git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{arguments[0]}^{{commit}}")
         with tempfile.TemporaryDirectory(prefix="zero-net-") as name:
-            old, new = _both(Path(name), commit, begin + LIMIT)
-    except (CannotTryError, OSError, subprocess.TimeoutExpired) as error:
+            folders = prepared(Path(name), commit.decode().strip())
+            old, new = records(folders)
+    except (CannotTryError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "code", 2)
+        return 2
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
     lines = differences(old, new)
     for line in lines:
         print(line)
-    checks = len({*old, *new})
-    print(f"{checks} checks, {len(lines)} differ, {time.monotonic() - begin:.0f} seconds against {commit[:12]}")
+    checks, seconds = len({*old, *new}), time.monotonic() - begin
+    print(f"{checks} checks, {len(lines)} differ, {seconds:.0f} seconds against {commit.decode()[:12]}")
     return 1 if lines else 0
 
 
-def _git(*arguments: str) -> bytes:
-    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=60)
+def output(*command: str, folder: Path = ROOT) -> bytes:
+    done = subprocess.run(command, cwd=folder, capture_output=True, timeout=100, check=False)
     if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip() or f"there is no {arguments[-1]!r} in {ROOT}"
-        raise CannotTryError(reason, 2)
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"there is no {command[-1]!r}"]
+        raise CannotTryError(said[-1])
     return done.stdout
 
 
-def _both(folder: Path, commit: str, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the records of the commit and of the working tree, made at the same time.
+def prepared(folder: Path, commit: str) -> tuple[Path, Path]:
+    """Return the folders of the commit and of the working tree, each with its packages and the tests.
 
     The commit's packages come from `git archive`, as a worktree would have to be removed again. Those of the working
     tree are copied: edits during the run do not count.
     """
     old, new, tests = folder / "old", folder / "new", folder / "tests"
-    with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", commit, *COMPARED))) as archive:
+    with tarfile.open(fileobj=io.BytesIO(output("git", "archive", "--format=tar", commit, *COMPARED))) as archive:
         archive.extractall(old, filter="data")
-    for source, target in (("tests", tests), ("zero", new / "zero"), ("collectives", new / "collectives")):
+    for source, target in (("tests", tests), *((package, new / package) for package in COMPARED)):
         shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
+    for side in (old, new):
+        (side / "tests").symlink_to(tests)
+    return old, new
+
+
+def records(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the records of each side, made at the same time. Raises `RuntimeError` if one fails or is late."""
     spare_matrix_unit()
-    with _side("the commit", old, tests) as first, _side("the working tree", new, tests) as second:
-        _wait((first, second), end)
-        return first.records(), second.records()
-
-
-@contextmanager
-def _side(name: str, folder: Path, tests: Path) -> Iterator[Side]:
-    """Start a process that makes one side's records; end it with all that it started."""
-    (folder / "tests").symlink_to(tests)
+    known = output(sys.executable, "-c", ASKS, folder=folders[0]).decode().split()
     foreign = ("PYTEST_", "HYPOTHESIS_", "COV_", "PYTHON")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(foreign)}
-    with open(folder / "errors.txt", "wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.net.side", str(folder / "records.jsonl")],
-            cwd=folder,
-            env=kept | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=errors,
-            stderr=errors,
-            start_new_session=True,
-        )
-    try:
-        yield Side(name, folder, process)
-    finally:
-        for number in (signal.SIGTERM, signal.SIGKILL):  # upon SIGTERM a launcher ends its ranks first
-            with suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, number)
-                process.wait(20)
-        process.wait()
+    sides, end = [], time.monotonic() + LIMIT
+    with ExitStack() as stack:
+        for folder in folders:
+            errors = stack.enter_context(open(folder / "errors.txt", "wb"))
+            side = subprocess.Popen(
+                [sys.executable, "-m", "tests.net.side", str(folder / "records.jsonl"), *known],
+                cwd=folder,
+                env=kept | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "TESTS_ROWS": "all"},
+                stdin=subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                start_new_session=True,
+            )
+            stack.callback(stop, side)
+            sides.append(side)
+        while any(side.poll() is None for side in sides) and not any(side.poll() for side in sides):
+            if time.monotonic() > end:
+                raise RuntimeError(f"not done within {LIMIT:.0f} seconds")
+            time.sleep(0.2)
+    for side, folder in zip(sides, folders, strict=True):
+        if side.returncode and side.returncode > 0:
+            said = "\n".join((folder / "errors.txt").read_text(errors="replace").splitlines()[-30:])
+            raise RuntimeError(f"the side {folder.name} fails with code {side.returncode}:\n{said}")
+    files = (folder / "records.jsonl" for folder in folders)
+    return [dict(json.loads(line) for line in file.read_text().splitlines()) for file in files]
 
 
-def _wait(sides: tuple[Side, Side], end: float) -> None:
-    running = True
-    while running:
-        running = any(side.process.poll() is None for side in sides)
-        failures = [line for side in sides for line in side.failure()]
-        if failures or (running and time.monotonic() > end):
-            raise CannotTryError("\n".join(failures) or f"not done within {LIMIT:.0f} seconds", 1)
-        time.sleep(0.2)
-
-
-def _interrupted(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+def stop(side: subprocess.Popen[bytes]) -> None:
+    """End a side with all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):  # upon SIGTERM a launcher ends its ranks first
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(side.pid, number)
+            side.wait(20)
+    side.wait()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupted)
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    sys.exit(main(sys.argv[1:]))

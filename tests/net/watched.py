@@ -6,14 +6,13 @@ Knows: only the public names of `zero` and `collectives`. Does not know: the com
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, ClassVar
+from dataclasses import asdict, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from collectives import Algorithm, Collective, Hierarchical, Transport
 
 from ..support.machine import program as p
 from ..support.machine.backends import Backend, Processes, Threads
@@ -25,25 +24,21 @@ from .compare import ERROR
 from .programs import Program
 
 
-def in_halves(transport: Transport) -> Collective:
-    """Return `Hierarchical`, as if each half of the ranks had a host."""
-    middle = (transport.world_size + 1) // 2
-    hosts = [ranks for ranks in (range(middle), range(middle, transport.world_size)) if ranks]
-    return Hierarchical(transport, hosts)
-
-
 class Watched(Rank):
     """A rank that hashes every parameter, gradient and optimizer state after every command.
 
     This gathers them, at every stage.
     """
 
-    algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
     record = "hashed"
+    refusal = ""  # the text of the last error
 
     def do(self, command: Command) -> Any:
         found = super().do(command)
-        return {"what it returns": sha256(found), **self.seen()}
+        return {"what it returns": sha256(found), "refused": self.refusal, **self.seen()}
+
+    def refuse(self, command: p.Wrong) -> None:
+        self.refusal = self.error_of(command)
 
     def seen(self) -> dict[str, str]:
         """Return the record after a command; its keys name the parameter or state for a reader."""
@@ -83,10 +78,10 @@ class Undisturbed(Watched):
 
 
 def record(program: Program, pool: GlooPool) -> dict[str, Any]:
-    """Execute a program and return the records of all ranks. A hashed program is executed twice, once undisturbed."""
+    """Execute a program twice, once undisturbed, and return the records of all ranks."""
     found: dict[str, Any] = {}
     try:
-        for rank_class in (Watched, Undisturbed) if program.hashed else (Undisturbed,):
+        for rank_class in (Watched, Undisturbed):
             backend: Any = Processes(pool) if program.processes else Threads()
             backend.rank = rank_class
             of_all = found.setdefault(rank_class.record, {})
@@ -103,11 +98,14 @@ def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]
     yield "at the start", backend.do(p.Describe())
     for number, command in enumerate(program.commands, 1):
         label = f"after command {number}, {command}"
-        if isinstance(command, p.Load):
-            backend.start(program.config, command.setting, backend.save(command))
-            yield label, backend.do(p.Describe())
-        else:
-            yield label, backend.do(command)
+        with tempfile.TemporaryDirectory() as folder:
+            if isinstance(command, (p.Load, p.RollBack)) and command.folder:
+                command = replace(command, folder=folder)
+            if isinstance(command, p.Load):
+                backend.start(program.config, command.setting, backend.save(command))
+                yield label, backend.do(p.Describe())
+            else:
+                yield label, backend.do(command)
     yield "at the end", backend.do(p.Read())
     yield "after close()", [{"parameters": sha256(values)} for values in backend.close()]
 

@@ -1,13 +1,12 @@
 """`python -m tests.zoo`: known bugs, put into the live library one at a time; a test must notice each.
 
 Libraries like this one are wrong in silence: training goes on and a number is wrong. A bug was published for another
-library or read in its source, or it is the opposite of a promise. It is a function in the place of a live one
-(``wrong_*.py``), or a pattern (`patterns`) on that one's syntax tree. A test's own assertion, a documented error or a
+library or read in its source; here it is other text of a live function. A test's own assertion, a documented error or a
 time limit of a test catches it; a crash does not (`judge`). One that does not fit the code any more is stale: it is
 named, and a few may be.
 
-To add one, write its row into ``zoo.csv``, with the links of its reports and a test that takes a second or two, and its
-function unless a pattern makes it. Run it by ``--only NAME``; if it survives, write the missing test.
+To add one, write its row into ``zoo.csv``, with the links of its reports and a test that takes a second or two. Run it
+by ``--only NAME``; if it survives, write the missing test.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def show(verdict: forked.Verdict) -> None:
         name = verdict.trial.name
         verdicts[name] = verdict
-        said = "stale" if verdict.outcome == "stale" else verdict.how if verdict.caught else "NOT CAUGHT"
+        said = "stale" if verdict.outcome == "stale" else "caught" if verdict.caught else "NOT CAUGHT"
         print(f"{name:<56} {said} ({verdict.seconds:.1f} s)", flush=True)
 
     trials = [forked.Trial(each.name, ("tests.zoo.bug:apply", each.name), (each.killer,)) for each in chosen]
@@ -53,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     caught = len(verdicts) - len(stale) - len(failed)
     print(f"{caught} of {len(trials)} bugs caught in {seconds:.0f} s, {len(stale)} stale")
     for verdict in (*stale, *failed):
-        entered = "" if verdict.entered or verdict in stale else "its code did not run; "
-        print(f"\n{verdict.trial.name}: {entered}{verdict.test or 'no test failed'} {verdict.how} {verdict.error}")
+        remarks = "crashed " * verdict.crash + "its code did not run " * (not verdict.entered and verdict in failed)
+        print(f"\n{verdict.trial.name}: {verdict.test or 'no test failed'} {remarks}{verdict.error}")
     return int(bool(failed) or len(stale) > STALE or len(verdicts) < len(trials) or status not in (0, 5))
 
 

@@ -28,7 +28,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from . import live
-from .judge import How, judge
+from .judge import catches
 
 TEST_LIMIT = 60  # seconds for one test; on an idle machine each takes a few
 FORK_LIMIT = 300  # seconds for the tests of one mutant, should no limit of a test end one
@@ -52,21 +52,21 @@ class Verdict:
     """The outcome of a trial.
 
     ``outcome``: "failed" if a test has, "passed" if all have, "stale" if the change does not fit the code, "late" if
-    the fork had to be ended, "died" if it ended otherwise. ``test``: the one that failed; ``how``: its verdict, by
-    `judge`; ``error``: its error, or why there is no test. ``entered``: whether wrong code ran.
+    the fork had to be ended, "died" if it ended otherwise. ``test``: the one that failed; ``crash``: it did not catch
+    anything (`judge`); ``error``: its error, or why there is no test. ``entered``: whether wrong code ran.
     """
 
     trial: Trial
     outcome: str
     test: str = ""
-    how: str = ""
+    crash: bool = False
     error: str = ""
     seconds: float = 0.0
     entered: bool = False
 
     @property
     def caught(self) -> bool:
-        return bool(self.test) and self.entered and self.how != How.OTHER.value
+        return bool(self.test) and self.entered and not self.crash
 
 
 def run(
@@ -104,7 +104,6 @@ class _Forks:
         self._held: dict[str, list[Verdict]] = {}  # verdicts that wait for that
         self._items: dict[str, pytest.Item] = {}
         self._pipe = -1  # in a fork: where it tells how its tests end
-        self._worlds: dict[Any, list[BaseException]] = {}  # in a fork: errors of ranks that are threads, by group
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self) -> None:
@@ -144,14 +143,10 @@ class _Forks:
         report = yield
         if report.failed:
             error = None if call.excinfo is None else call.excinfo.value
-            how = How.OTHER
-            if error is not None and call.when == "call":
-                beside = next((found for found in self._worlds.values() if error in found), [])
-                how = judge(error, live.ROOT, beside)
             self._tell(
                 outcome="failed",
                 test=item.nodeid.removeprefix("tests/"),
-                how=how.value,
+                crash=error is None or call.when != "call" or not catches(error),
                 error=f"{type(error).__name__}: {error}"[:1500],
             )
         return report
@@ -180,7 +175,6 @@ class _Forks:
             os.environ.update({live.NOTED: str(folder / "entered"), "TMPDIR": str(folder)})
             os.environ["PYTHONPATH"] = os.pathsep.join(paths)
             tempfile.tempdir = None
-            self._keep_errors_of_threads()
             if trial.change is not None:
                 live.apply(*trial.change)
             items = list(self._chosen(trial))
@@ -188,7 +182,6 @@ class _Forks:
             items[0].config._tmp_path_factory._basetemp = folder / "pytest"  # type: ignore[attr-defined]
             (folder / "pytest").mkdir()
             for item, following in zip(items, [*items[1:], other], strict=True):
-                self._worlds.clear()
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             self._tell(outcome="passed")
         except live.StaleError as error:
@@ -204,19 +197,6 @@ class _Forks:
             if not cases:
                 raise live.StaleError(f"there is no {test}")
             yield from cases
-
-    def _keep_errors_of_threads(self) -> None:
-        from collectives.backends import threads
-
-        leave: Callable[..., None] = threads._World.mark_gone
-
-        def noted(world: Any, rank: int, why: str) -> None:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self._worlds.setdefault(world, []).append(error)
-            leave(world, rank, why)
-
-        threads._World.mark_gone = noted  # type: ignore[method-assign,assignment]
 
     def _tell(self, **facts: Any) -> None:
         """Tell the parent how this fork ends, and end it."""

@@ -16,8 +16,7 @@ import inspect
 import json
 import mmap
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+import pkgutil
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -28,45 +27,16 @@ NOTED = "TESTS_MUTANT_ENTERED"  # a file of one byte, which is 1 once wrong code
 _NOTE = "__mutant_entered__"
 
 
-@dataclass
-class Place:
-    """Where a node lies in a syntax tree."""
-
-    parent: ast.AST
-    field: str
-    index: int | None
-    node: ast.AST
-
-    def put(self, new: ast.AST) -> None:
-        """Let another node lie here."""
-        ast.copy_location(new, self.node)
-        if self.index is None:
-            setattr(self.parent, self.field, new)
-        else:
-            getattr(self.parent, self.field)[self.index] = new
-
-
 class StaleError(Exception):
     """A change does not fit the code any more."""
 
 
 def function_at(place: str) -> FunctionType:
     """Return the function of a dotted name: of a property its getter, of a decorated function what was decorated."""
-    parts = place.split(".")
-    for count in range(len(parts) - 1, 0, -1):
-        name = ".".join(parts[:count])
-        try:
-            found: Any = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        break
-    else:
-        raise StaleError(f"there is no module of {place}")
-    for part in parts[count:]:
-        try:
-            found = inspect.getattr_static(found, part)
-        except AttributeError:
-            raise StaleError(f"there is no {place}") from None
+    try:
+        found: Any = pkgutil.resolve_name(place)
+    except (ImportError, AttributeError) as error:
+        raise StaleError(f"there is no {place}") from error
     for attribute in ("fget", "func", "__func__"):
         found = getattr(found, attribute, None) or found
     found = inspect.unwrap(found) if callable(found) else found
@@ -75,33 +45,21 @@ def function_at(place: str) -> FunctionType:
     return found
 
 
-def replace(place: str, wrong: Callable[..., Any]) -> None:
-    """Let the function of a dotted name be ``wrong``, whose first argument is the function that it was."""
-    function = function_at(place)
-    code = function.__code__
-    real = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
-    real.__kwdefaults__ = function.__kwdefaults__
-    name = f"__mutant_{code.co_name}_{code.co_firstlineno}__"
-    function.__globals__.update({name: functools.partial(wrong, functools.wraps(function)(real)), _NOTE: note()})
-    free = ", ".join(code.co_freevars)
-    lines = (
-        f"def outer({free}):",
-        f"    def {code.co_name}(*args, **kwargs):",
-        f"        {_NOTE}[0] = 1",
-        f"        return {name}(*args, **kwargs)",
-        f"        ({free})",  # never runs: code that replaces other code must have the same free variables
-    )
-    outer = _inner(compile("\n".join(lines), __file__, "exec"))[0]
-    function.__code__ = _inner(outer)[0]
+def rewrite(place: str, before: str, after: str) -> None:
+    """Change the text of the function of a dotted name, as `ast.unparse` writes it.
 
-
-def rewrite(place: str, change: Callable[[ast.FunctionDef], None]) -> None:
-    """Change the syntax tree of the function of a dotted name."""
+    ``before``: what ``after`` replaces, and what must stand there exactly once; empty: ``after`` comes first.
+    """
     code = function_at(place).__code__
     tree = parsed(code.co_filename)
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and _key(node) == (code.co_name, code.co_firstlineno):
-            change(node)
+            text = ast.unparse(node)
+            if before and text.count(before) != 1:
+                raise StaleError(f"{place} has {before!r} {text.count(before)} times")
+            changed = ast.parse(text.replace(before, after) if before else text).body[0]
+            assert isinstance(changed, ast.FunctionDef)
+            node.body = changed.body if before else [*ast.parse(after).body, *changed.body]
             compile_into_live_functions(tree, code.co_filename, [node])
             return
     raise StaleError(f"the source of {place} was not found")

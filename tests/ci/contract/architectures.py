@@ -25,12 +25,9 @@ _SPEECH = {
 }  # fmt: skip
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "BertForMaskedLM": _SIZES,
-    "BloomForCausalLM": {"vocab_size": 31, "hidden_size": 16, "n_layer": 2, "n_head": 2},
     "DeepseekV3ForCausalLM": _LATENT,
-    "FalconForCausalLM": {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2},
     "GPT2LMHeadModel": {"vocab_size": 31, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2},
     "GPTNeoXForCausalLM": _SIZES,
-    "Gemma2ForCausalLM": _HEADS,
     "Gemma3ForCausalLM": _HEADS,
     "LlamaForCausalLM": _DECODER,
     "LlavaForConditionalGeneration": {
@@ -38,13 +35,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "vision_config": {**_IMAGES, "model_type": "clip_vision_model"},
         "image_token_index": 30,
     },
-    "MistralForCausalLM": _DECODER,
     "MixtralForCausalLM": {**_DECODER, **_EXPERTS},
     "NomicBertForMaskedLM": _SIZES,
     "OPTForCausalLM": {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
-    "Olmo2ForCausalLM": _DECODER,
-    "Phi3ForCausalLM": _DECODER,
-    "Qwen2ForCausalLM": _DECODER,
     "Qwen2MoeForCausalLM": {**_DECODER, **_EXPERTS, "shared_expert_intermediate_size": 8},
     "Qwen3ForCausalLM": _HEADS,
     "Qwen3MoeForCausalLM": {**_HEADS, **_EXPERTS},

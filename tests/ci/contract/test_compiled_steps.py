@@ -18,7 +18,7 @@ from collectives import solo
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, StopOnSignal, ZeroOptimizer
 
 from ...support.cases import INPUTS, ROWS, Net
-from ...support.loops import LossOf, PlainLoop, constant, seeded
+from ...support.loops import PlainLoop, constant, seeded
 from ...support.plain import assert_same_model
 
 FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (zero, collectives))
@@ -34,6 +34,11 @@ def build() -> Any:
 def mean_square(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
     found: Tensor = model(batch[0])
     return found.float().square().mean()
+
+
+def compile_units(model: Any, stage: int) -> None:
+    for part in model.blocks if stage == 3 else (model,):
+        part.compile(backend="aot_eager")
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -58,21 +63,6 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     torch._dynamo.reset()
 
 
-def compile_units(model: Any, stage: int) -> None:
-    for part in model.blocks if stage == 3 else (model,):
-        part.compile(backend="aot_eager")
-
-
-def plain_loop(way: str, stage: int, precision: MixedPrecision | None, loss_of: LossOf) -> nn.Module:
-    """Train eagerly, but for the model or the ``loss_of``."""
-    model = build()
-    if way == "model":
-        compile_units(model, stage)
-    scheduler = falling if way == "scheduled step" else constant
-    PlainLoop(loss_of, precision=precision, scheduler=scheduler, max_norm=MAX_NORM).run(model, BATCHES)
-    return model
-
-
 def train(way: str, stage: int, backend: str, precision: MixedPrecision | None) -> tuple[nn.Module, list[int]]:
     """Train with a compiled part. Return the model, and the number of what has been compiled after each step."""
     model = build()
@@ -83,25 +73,17 @@ def train(way: str, stage: int, backend: str, precision: MixedPrecision | None) 
     scheduler = (falling if way == "scheduled step" else constant)(optimizer)
     frames = []
 
-    def backwards(*micro_batches: Any) -> None:
+    def whole(*micro_batches: Any) -> None:
         for micro_batch in micro_batches:
             mean_square(model, micro_batch).backward()
         optimizer.clip_grad_norm_(MAX_NORM)
-
-    def whole(*micro_batches: Any) -> None:
-        backwards(*micro_batches)
-        optimizer.step()
+        (compiled if "step" in way else optimizer.step)()
         optimizer.zero_grad()
 
     compiled: Any = torch.compile(whole if way == "function" else optimizer.step, backend=backend)
     for step in range(STEPS):
         own = BATCHES[MICRO_BATCHES * step : MICRO_BATCHES * (step + 1)]
-        if way == "function":
-            compiled(*own)
-        else:
-            backwards(*own)
-            optimizer.step() if way == "model" else compiled()
-            optimizer.zero_grad()
+        (compiled if way == "function" else whole)(*own)
         scheduler.step()
         frames.append(counters["frames"]["total"] + counters["stats"]["unique_graphs"])
     optimizer.close()
@@ -129,9 +111,13 @@ def test_what_is_compiled_has_the_eager_bits_and_is_compiled_once(
     assert way == "model" or traced == []
     assert frames[0] > 0
     assert frames == frames[:1] * STEPS
-    loss_of: Any = torch.compile(mean_square) if (way, backend) == ("function", "inductor") else mean_square
     torch._dynamo.reset()  # or graphs compiled for one model would be used for the other
-    assert_same_model(model, plain_loop(way, stage, precision, loss_of))
+    plain, scheduler = build(), falling if way == "scheduled step" else constant
+    if way == "model":
+        compile_units(plain, stage)
+    loss_of: Any = torch.compile(mean_square) if (way, backend) == ("function", "inductor") else mean_square
+    PlainLoop(loss_of, precision=precision, scheduler=scheduler, max_norm=MAX_NORM).run(plain, BATCHES)
+    assert_same_model(model, plain)
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

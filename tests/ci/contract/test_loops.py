@@ -21,6 +21,8 @@ from ...support.loops import Halves, PlainLoop, seeded, two_layers
 from ...support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ...support.pool import GlooPool
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name not in ("Batch norm", "fp32", "Uneven data")])
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
@@ -67,7 +69,7 @@ def test_what_a_loop_logs_is_what_the_plain_loop_has(gloo: GlooPool) -> None:
                     assert_same_bits(torch.as_tensor(ours[name]), torch.as_tensor(value), name)
 
 
-def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:
+def test_training_goes_on_from_what_was_saved_which_is_plain(gloo: GlooPool, tmp_path: Path) -> None:
     example = EXAMPLES["fp32"]
     model, batches = example.model(), example.micro_batches()
     optimizer = example.plain.run(model, batches)
@@ -78,12 +80,8 @@ def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tm
             assert_same_dict(saved["model"], weights)
             assert_same_states(saved["optimizer"], states)
             assert_same_dict(state, model.state_dict())
-
-
-def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp_path: Path) -> None:
-    example = EXAMPLES["fp32"]
     expected = example.model()
-    example.plain.run(expected, [*example.micro_batches(), *example.micro_batches(epoch=1)])
+    example.plain.run(expected, [*batches, *example.micro_batches(epoch=1)])
     for by_stage in gloo.run(recipes.stop_and_go_on, str(tmp_path / "run")):
         for state in by_stage:
             assert_same_dict(state, expected.state_dict())
@@ -94,39 +92,27 @@ def test_loaders_that_shuffle_differently_are_an_error_on_every_rank(gloo: GlooP
         assert said == "the loaders of the ranks have different micro-batches: give each the same seed"
 
 
-@pytest.fixture(scope="module")
-def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what the blocks on meshes have trained on four ranks, which are started once for all."""
-    return launch(f"{recipes.__name__}:on_meshes", tmp_path_factory.mktemp("meshes"), ranks=4)
-
-
-def test_a_mesh_of_two_copies_trains_the_bits_of_the_plain_loop(on_meshes: Any) -> None:
-    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].micro_batches()
-    PlainLoop(together=4).run(expected, batches)
-    for state in on_meshes["A mesh"]:
-        assert_same_dict(state, dict(expected.named_parameters()))
-
-
-def test_tensor_parallelism_by_hand_trains_the_bits_of_the_plain_loop_that_adds_the_same_parts(on_meshes: Any) -> None:
-    expected, batches = Halves(seeded(7, two_layers)), EXAMPLES["fp32"].micro_batches()
-    PlainLoop().run(expected, batches)
-    for state in on_meshes["Tensor parallelism by hand"]:
-        assert len(state) == 8
-        for name, value in state.items():
-            assert_same_bits(value, expected.get_parameter("bias" if name.endswith(".bias") else name), name)
-
-
-def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(on_meshes: Any) -> None:
-    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].micro_batches()
+def test_blocks_on_meshes_train_the_bits_of_their_plain_loops(tmp_path: Path) -> None:
+    """A mesh of two copies; tensor parallelism by hand, which adds parts; a pipeline of two copies, of half batches."""
+    batches = EXAMPLES["fp32"].micro_batches()
     halves = [
         (inputs.chunk(2)[half], targets.chunk(2)[half])
         for step in range(0, len(batches), 2)
         for half in range(2)
         for inputs, targets in batches[step : step + 2]
     ]
-    PlainLoop(together=4).run(expected, halves)
-    for state in on_meshes["Pipeline parallelism"]:
-        assert_same_dict(state, dict(expected.named_parameters()))
+    parts, copies, pipeline = Halves(seeded(7, two_layers)), EXAMPLES["fp32"].model(), EXAMPLES["fp32"].model()
+    PlainLoop().run(parts, batches)
+    PlainLoop(together=4).run(copies, batches)
+    PlainLoop(together=4).run(pipeline, halves)
+    on_meshes = launch(f"{recipes.__name__}:on_meshes", tmp_path, ranks=4)
+    for heading, expected in (("A mesh", copies), ("Pipeline parallelism", pipeline)):
+        for state in on_meshes[heading]:
+            assert_same_dict(state, dict(expected.named_parameters()))
+    for state in on_meshes["Tensor parallelism by hand"]:
+        assert len(state) == 8
+        for name, value in state.items():
+            assert_same_bits(value, parts.get_parameter("bias" if name.endswith(".bias") else name), name)
 
 
 def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_path: Path) -> None:

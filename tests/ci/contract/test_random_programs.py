@@ -13,57 +13,44 @@ from ...support.machine.random_programs import EDGES, UNITS, Collectives, Random
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning"),
+    pytest.mark.hypothesis,
+    pytest.mark.timeout(1500),
+]
 THOROUGH = settings.default.max_examples > 100
+ON_HOSTS = ("auto", "shared", "one host", "two hosts", "hosts in a row")
 KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
     **{f"stage {stage}": ((stage,), ("",)) for stage in (0, 1, 3)},
     **{precision: ((0, 1, 2, 3), (precision,)) for precision in (*PRECISIONS, "by kind", "ends in fp16", "policy")},
 }
 
 
+class OnThreads(RandomPrograms):
+    make_backend = ThreadsOnHosts
+    collectives = Collectives(ON_HOSTS, ("ring",), UNITS, stacks=True, rounds=True, edges=EDGES)
+
+
 @pytest.mark.law("states from steps")
-@pytest.mark.hypothesis
-@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -> None:
-    class OnThreads(RandomPrograms):
-        make_backend = ThreadsOnHosts
-        collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"),
-            ("ring",),
-            UNITS,
-            stacks=True,
-            rounds=True,
-            edges=EDGES,
-        )
+    class OfKind(OnThreads):
         begins, precisions = KINDS[kind]
 
-    OnThreads.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
+    OfKind.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
-@pytest.mark.hypothesis
-@pytest.mark.timeout(1500)
 @pytest.mark.usefixtures("copied_from_the_host", "launched", "accelerated")
 def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_loop() -> None:
     """A load may change the stage, and with it the place of parameters."""
 
-    class OnTheHost(RandomPrograms):
+    class OnTheHost(OnThreads):
         make_backend = ThreadsWithParametersOnTheHost
-        collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"),
-            ("ring",),
-            UNITS,
-            stacks=True,
-            rounds=True,
-            edges=EDGES,
-        )
         begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
 
     OnTheHost.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
-@pytest.mark.hypothesis
-@pytest.mark.timeout(1500)
 def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))

@@ -17,9 +17,7 @@ from ...support.loops import even, mean_loss, network, seeded
 from .ecosystem import State, state_of
 
 pytestmark = pytest.mark.timeout(500)
-
 STAGES = (2, 3)
-LIMIT = 240  # seconds of two ranks on a busy machine
 
 
 class Tied(nn.Module):
@@ -35,21 +33,20 @@ class Tied(nn.Module):
         return self.body(inputs) + self.first.sum()
 
 
-def saved_and_loaded(started: dict[str, Any], folder: Path) -> list[State]:
-    """Train and save with each tool, and load into another model that is trained. Return the states as trained."""
+def saved_and_loaded(started: dict[str, Any], folder: Path) -> list[tuple[State, State]]:
+    """Train and save with each tool, and load into another model. Return both states."""
     import huggingface_hub
     from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
     from safetensors.torch import load_model, save_model
 
     states = []
     for stage in STAGES:
-        model = seeded(5, Tied)
+        model, other, place = seeded(5, Tied), seeded(6, Tied), folder / str(stage)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-2)
         mean_loss(model, even(1)[0]).backward()
         optimizer.step()
-        place = folder / str(stage)
         with optimizer.gathered():
-            states.append(state_of(model))
+            trained = state_of(model)
             Accelerator(cpu=True).save_model(model, place / "accelerate")
             if started["rank"] == 0:
                 (place / "hub").mkdir()
@@ -57,12 +54,11 @@ def saved_and_loaded(started: dict[str, Any], folder: Path) -> list[State]:
                 save_model(model, str(place / "safetensors"))
                 torch.save(model.first, place / "one.pt")
         started["dist"].barrier()
-        other = seeded(6, Tied)
         loading = ZeroOptimizer(other, torch.optim.AdamW, stage=5 - stage, lr=1e-2)
         with loading.gathered(write=True):
             load_model(other, str(place / "safetensors"))
         loading.close()
-        states.append(state_of(other))
+        states.append((trained, state_of(other)))
     return states
 
 
@@ -72,15 +68,13 @@ def test_every_tool_writes_every_tensor_and_what_it_wrote_is_loaded(ranks: int, 
     pytest.importorskip("accelerate")
     from safetensors.torch import load_file, load_model
 
-    states = launch(f"{__name__}:saved_and_loaded", tmp_path, ranks=ranks, limit=LIMIT)
-    for stage, trained, loaded in zip(STAGES, states[::2], states[1::2], strict=True):
-        assert_same_dict(loaded, trained)
-        place = tmp_path / str(stage)
-        models = [seeded(7, Tied) for _ in range(3)]
+    states = launch(f"{__name__}:saved_and_loaded", tmp_path, ranks=ranks, limit=240)
+    for stage, (trained, loaded) in zip(STAGES, states, strict=True):
+        place, models = tmp_path / str(stage), [seeded(7, Tied) for _ in range(3)]
         load_model(models[0], str(place / "safetensors"))
         huggingface_hub.load_torch_model(models[1], place / "hub")
         written = load_file(place / "accelerate" / "model.safetensors")
         assert models[2].load_state_dict(written, strict=False).missing_keys in (["tied"], ["first"])
-        for model in models:
-            assert_same_dict(dict(model.state_dict()), trained)
+        for state in (loaded, *(dict(model.state_dict()) for model in models)):
+            assert_same_dict(state, trained)
         assert (place / "one.pt").stat().st_size < 2000

@@ -26,8 +26,12 @@ def undocumented(name: str) -> Iterator[str]:
                 yield inner.fullname
 
 
-def test_every_public_name_and_call_has_a_docstring() -> None:
-    assert [name for module in MODULES for name in undocumented(module)] == []
+def test_every_public_name_is_on_the_page_with_a_docstring() -> None:
+    for module in MODULES:
+        assert list(doc.Module(importlib.import_module(module)).members) == list(
+            importlib.import_module(module).__all__
+        )
+        assert list(undocumented(module)) == []
 
 
 def test_the_sidebar_has_each_call_that_the_page_describes() -> None:
@@ -38,9 +42,3 @@ def test_the_sidebar_has_each_call_that_the_page_describes() -> None:
     described = set(re.findall(r'id="(ZeroOptimizer[.]\w+)"', body))
     assert {"ZeroOptimizer.step", "ZeroOptimizer.full_state_dict", "ZeroOptimizer.clip_grad_norm_"} <= described
     assert set(re.findall(r'href="#(ZeroOptimizer[.]\w+)"', sidebar)) == described
-
-
-def test_every_public_name_is_on_the_page() -> None:
-    for module in MODULES:
-        page = doc.Module(importlib.import_module(module))
-        assert list(page.members) == list(importlib.import_module(module).__all__)

@@ -10,27 +10,27 @@ import pytest
 
 from ...source.trees import ROOT
 
+OTHERS = {"typer", "rich", "matplotlib", "safetensors", "click"}
+OTHERS |= {"transformers", "accelerate", "pytorch_lightning", "lightning_fabric", "lightning"}
+VERIFY = ("verify", "verify.verification", "verify.bit_diff", "console", "runner")  # what `zero.verify` needs
+
 
 def modules_after(code: str) -> set[str]:
     """Return the modules that a new process has imported after these lines."""
     code += "; import json, sys; print(json.dumps(sorted(sys.modules)))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
-    found: set[str] = set(json.loads(ended.stdout.splitlines()[-1]))
-    return found
+    command = [sys.executable, "-c", code]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    return set(json.loads(ended.stdout.splitlines()[-1]))
 
 
 def test_importing_the_library_imports_no_command_no_planner_and_no_process_group() -> None:
-    """But for `zero.verify`, which is a function of the library, and what starts its processes."""
-    modules = modules_after("import zero; zero.ZeroOptimizer")
-    verify = {"zero.commands", "zero.commands.verify", "zero.commands.verify.verification"}
-    verify |= {"zero.commands.console", "zero.commands.runner"}
+    modules = modules_after("import zero, zero.verify, zero.checkpoint; zero.ZeroOptimizer")
     ours = {name for name in modules if name.startswith(("zero.commands", "zero.planning"))}
-    assert ours - {"zero.commands.verify.bit_diff"} <= verify
+    assert ours <= {"zero.commands", *(f"zero.commands.{name}" for name in VERIFY)}
     assert "collectives.backends.gloo" not in modules
-    tops = {name.partition(".")[0] for name in modules}
-    assert not tops & {"typer", "rich", "matplotlib", "safetensors", "click"}
-    assert not tops & {"transformers", "accelerate", "pytorch_lightning", "lightning_fabric", "lightning"}
     assert not any(name.startswith(("zero.integrations", "zero.examples")) for name in modules)
+    modules |= modules_after("import zero.integrations")
+    assert not {name.partition(".")[0] for name in modules} & OTHERS
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"], []])

@@ -1,9 +1,12 @@
-"""Private names of torch: one module has all. A use count of another meaning is an error."""
+"""Private names of torch: one module has all; without one the library is imported, and names it where it is used."""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +21,10 @@ from collectives.pool import Pool
 
 from ...source.trees import ROOT, TREES
 
-MODULE = "collectives.torch_internals"
-
 
 def test_this_torch_has_every_name_and_errors_name_the_torch_that_the_constraints_install() -> None:
     assert torch_internals.missing(*vars(torch_internals).values()) is None
     assert f"\ntorch=={torch_internals.TESTED_VERSION}." in (ROOT / "constraints.txt").read_text()
-
-
-# -- one module --------------------------------------------------------------------------------------------------------
 
 
 def is_private(name: str) -> bool:
@@ -39,10 +37,9 @@ def private_paths(tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             aliases |= {a.asname or a.name.partition(".")[0]: a.name for a in node.names if a.name.startswith("torch")}
-            yield from (a.name for a in node.names if a.name.startswith("torch.") and "._" in a.name)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
             aliases |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
-            yield from (f"{node.module}.{a.name}" for a in node.names if "._" in f"{node.module}.{a.name}")
+    yield from (path for path in aliases.values() if "._" in path)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             root, _, rest = ast.unparse(node).partition(".")
@@ -50,7 +47,8 @@ def private_paths(tree: ast.Module) -> Iterator[str]:
                 yield f"{aliases[root]}.{rest}"
 
 
-def test_private_names_are_in_one_module() -> None:
+def test_private_names_are_in_one_module_and_private_attributes_are_listed_there() -> None:
+    """The check does not see `getattr` with a string."""
     for source, names in {
         "import torch\ntorch._C.f()": ["torch._C"],
         "import torch._guards": ["torch._guards"],
@@ -61,22 +59,49 @@ def test_private_names_are_in_one_module() -> None:
         assert list(private_paths(ast.parse(source))) == names
     found = {module: list(private_paths(tree)) for module, tree in TREES.items()}
     assert not any(found.values()), {module: paths for module, paths in found.items() if paths}
-
-
-def attributes_of_torch() -> set[str]:
-    """Return the private attributes of torch's objects, and of their classes, that this library works with."""
     weight = torch.ones(1)
     objects = (weight, weight.untyped_storage(), nn.Linear(1, 1), torch.optim.SGD([weight]), dist.ProcessGroup)
-    return {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
-
-
-def test_private_attributes_are_listed() -> None:
-    """The check does not see `getattr` with a string."""
-    listed = set(re.findall(r"^    (_\w+)", ast.get_docstring(TREES[MODULE]) or "", re.MULTILINE))
+    of_torch = {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
     read = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-    found = {node.attr for node in read if ast.unparse(node.value) not in ("self", "cls")} & attributes_of_torch()
-    assert found, "if there are none, this reader is blind"
-    assert found <= listed, f"{found - listed} are read, but not listed"
+    used = {node.attr for node in read if ast.unparse(node.value) not in ("self", "cls")} & of_torch
+    listed = set(
+        re.findall(r"^    (_\w+)", ast.get_docstring(TREES["collectives.torch_internals"]) or "", re.MULTILINE)
+    )
+    assert used, "if there are none, this reader is blind"
+    assert used <= listed, f"{used - listed} are read, but not listed"
+
+
+WITHOUT_NAMES = """
+import json, pkgutil
+hidden = []
+def resolve_nothing(path):
+    hidden.append(path.replace(":", "."))
+    raise AttributeError(path)
+pkgutil.resolve_name = resolve_nothing
+from collectives import torch_internals
+from tests.support.errors import error_of
+from zero import ZeroOptimizer
+found = {}
+for value in vars(torch_internals).values():
+    if torch_internals.missing(value) is not None:
+        uses = (lambda: value(1), lambda: value.__code__, lambda: isinstance(1, value))
+        errors = [error_of(use) for use in uses]
+        found[next(path for path in hidden if f" has no {path}, " in errors[0])] = errors
+assert found.keys() == {*hidden}
+print(json.dumps(found))
+"""
+
+
+def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_is_used() -> None:
+    command = [sys.executable, "-c", WITHOUT_NAMES]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found
+    for path, errors in found.items():  # of a call, an attribute and isinstance
+        for error in errors:
+            assert error.startswith(f"RuntimeError: torch {torch.__version__} has no {path}, which "), error
+            assert f"use torch {torch_internals.TESTED_VERSION}" in error
 
 
 # -- the use count of a storage ----------------------------------------------------------------------------------------

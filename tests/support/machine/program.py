@@ -383,8 +383,16 @@ class Load(Command):
     folder: str = ""
 
 
-LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average, Wrong, Measure)
-"""Commands that commits before them do not know."""
+LATER: dict[type[Command], str] = {
+    FullState: "full_state_dict",
+    SetGrad: "set_full_grad",
+    Modes: "train",
+    Reset: "reset_states",
+    Lend: "offload",
+    Average: "ShardedAverage",
+    RollBack: "CheckpointManager",
+}
+"""Commands that commits before them do not know, and the public name by which one sees whether a commit does."""
 
 
 # -- shared by both sides ----------------------------------------------------------------------------------------------

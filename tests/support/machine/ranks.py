@@ -193,7 +193,11 @@ class Rank(OnRank, Player):
         return sent - (0 if self.rank else told.formula_traffic_bytes(command.turns, command.turns))
 
     def refuse(self, command: p.Wrong) -> None:
-        """Assert that a call is refused. Its text may name all that `zero` exports, and the functions below."""
+        """Assert that a call is refused."""
+        assert_in_order(command.words, self.error_of(command))
+
+    def error_of(self, command: p.Wrong) -> str:
+        """Return the error of a call, whose text may name all that `zero` exports, and the functions below."""
 
         def within(context: Any, call: Callable[[], Any]) -> None:
             with context:
@@ -214,7 +218,7 @@ class Rank(OnRank, Player):
         named = {name: getattr(zero, name) for name in zero.__all__} | {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
         named |= {call.__name__: call for call in (within, backward, in_backward, unscale)}
-        assert_in_order(command.words, error_of(lambda: eval(command.call, named)))
+        return error_of(lambda: eval(command.call, named))
 
     def fail(self, command: p.Fail) -> None:
         with pytest.raises(PlannedError), self.optimizer.no_sync() if command.in_block else nullcontext():
