@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor, in_memory_order
 
-from ..support.plain import assert_same_bits
+from ..support.errors import assert_in_order, error_of
 from ..support.sides import Side, same_as_plain
-from ..support.small import TwoVectors, with_sgd
+from ..support.small import TwoVectors
 from .spread import DTYPES, NORM_TYPES, bits, cut, widely_spread, with_gradient
 
 quick = settings(max_examples=50)
@@ -65,13 +64,10 @@ def test_gradients_are_scaled_as_torch_scales_them_by_the_same_norm(seed: int) -
 
 LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "channels last": lambda: torch.empty(6, 5, 3, 3).to(memory_format=torch.channels_last),
-    "channels last, 3-D": lambda: torch.empty(2, 5, 3, 3, 3).to(memory_format=torch.channels_last_3d),
     "transposed": lambda: torch.empty(40, 30).t(),
     "permuted, with a dimension of one": lambda: torch.empty(7, 1, 11, 5).permute(2, 1, 3, 0),
     "every other column": lambda: torch.empty(30, 40)[:, ::2],
-    "one channel": lambda: torch.empty(8, 1, 4, 4).to(memory_format=torch.channels_last),
     "expanded": lambda: torch.empty(6, 1, 8).expand(6, 5, 8).permute(2, 1, 0),
-    "contiguous": lambda: torch.empty(30, 40),
     "scalar": lambda: torch.empty(()),
     "no elements": lambda: torch.empty(0, 3, 2).permute(2, 0, 1),
 }
@@ -112,22 +108,19 @@ def test_blocks_follow_the_parameters_memory_whatever_the_gradients_strides(layo
 def test_a_norm_that_is_not_finite_scales_or_raises_as_asked(poison: float) -> None:
     ours, torchs = (with_gradient(torch.tensor([1.0, poison, -0.0])) for _ in range(2))
     before = bits(ours.grad)
-    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite.*`error_if_nonfinite=False`"):
-        clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    words = "total norm of order 2.0 … is non-finite … `error_if_nonfinite=False`"
+    assert_in_order(words, error_of(clip_grad_norm_, ours, 1.0, error_if_nonfinite=True))
     assert bits(ours.grad) == before
     torch.nn.utils.clip_grad_norm_(torchs, 1.0)
     clip_grad_norm_(ours, 1.0)
-    torch.testing.assert_close(ours.grad, torchs.grad, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours.grad.nan_to_num(7), torchs.grad.nan_to_num(7))  # type: ignore[union-attr]
     model = nn.Linear(3, 3)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
     (model(torch.ones(1, 3)).sum() * poison).backward()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+    assert "non-finite" in error_of(optimizer.clip_grad_norm_, 0.5, error_if_nonfinite=True)
     optimizer.zero_grad()
     model(torch.ones(1, 3)).sum().backward()
-    optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
-    found = [optimizer.full_grad(p) for p in model.parameters()]
-    assert abs(torch.cat([g.view(-1) for g in found if g is not None]).norm().item() - 0.5) < 1e-5  # rounding
+    assert optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True).isfinite()
 
 
 def sparse() -> Tensor:
@@ -136,58 +129,44 @@ def sparse() -> Tensor:
     return embedding.weight
 
 
-REFUSED: list[tuple[list[Any], tuple[float, float], type[Exception], str]] = [
-    ([], (math.nan, 2.0), ValueError, "max_norm"),
-    ([], (-1.0, 2.0), ValueError, "max_norm"),
-    *[([], (1.0, norm_type), ValueError, "norm_type") for norm_type in (0.0, -2.0, math.nan, -math.inf)],
-    ([sparse()], (1.0, 2.0), RuntimeError, r"parameter 1, of shape \(10, 4\), is sparse.*sparse=False"),
+REFUSED: list[tuple[list[Any], tuple[float, float], str]] = [
+    *[([], (max_norm, 2.0), "ValueError: … max_norm") for max_norm in (math.nan, -1.0)],
+    *[([], (1.0, norm_type), "ValueError: … norm_type") for norm_type in (0.0, -2.0, math.nan, -math.inf)],
+    ([sparse()], (1.0, 2.0), "RuntimeError: … parameter 1, of shape (10, 4), is sparse … sparse=False"),
 ]
 
 
 def test_what_cannot_be_clipped_is_an_error_before_anything_is_scaled() -> None:
-    for further, arguments, error, words in REFUSED:
+    for further, arguments, words in REFUSED:
         dense = with_gradient(torch.tensor([3.0, 4.0]))
-        with pytest.raises(error, match=words):
-            clip_grad_norm_([dense, *further], *arguments)
+        assert_in_order(words, error_of(clip_grad_norm_, [dense, *further], *arguments))
         assert bits(dense.grad) == bits(torch.tensor([3.0, 4.0]))
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
-    """Four ranks and a single element: the other three clip, step and check, too."""
+def of_one_element() -> TwoVectors:
+    """Return a model of which one rank owns all that is used."""
+    model = TwoVectors()
+    model.b = Parameter(torch.tensor([2.0]))
+    model.a.requires_grad_(False)
+    return model
 
-    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
-        model = TwoVectors()
-        model.b = nn.Parameter(torch.tensor([2.0]))
-        model.a.requires_grad_(False)
-        optimizer = with_sgd(model, transport, stage=stage)
-        model(1.0 + transport.rank, use_a=False).backward()
-        norm = optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.check_replicas()
-        return model, norm
 
-    for model, norm in on_threads(4, program, timeout=5):
-        gradient = torch.tensor([sum(2 * 2.0 * (1.0 + rank) ** 2 for rank in range(4)) / 4])
-        assert_same_bits(norm, gradient[0])
-        assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
+def with_an_unused_one_in_fp64() -> TwoVectors:
+    model = TwoVectors()
+    model.a = Parameter(torch.arange(32.0, dtype=torch.float64))
+    return model
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_parameter_that_no_rank_used_has_no_part_in_it(stage: int) -> None:
-    def built() -> TwoVectors:
-        model = TwoVectors()
-        model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
-        return model
-
+@pytest.mark.parametrize("build", [of_one_element, with_an_unused_one_in_fp64])
+def test_a_rank_that_owns_nothing_takes_part_and_what_no_rank_used_has_no_part(build: Any, stage: int) -> None:
     def loop(side: Side) -> Tensor:
         side.train(lambda model, rank: model(1.0 + rank, use_a=False))
         norm = side.clip(0.3)
-        assert norm.dtype is torch.float32
         side.step()
         return norm
 
-    same_as_plain(loop, built, lr=0.1, settings={"stage": stage})
+    same_as_plain(loop, build, world_size=4, lr=0.1, settings={"stage": stage})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zero.core.buckets import build
 from zero.core.formulas import sharded_bytes
-from zero.core.layout import ALIGNMENT_BYTES, CUT_EVERY, Dtypes, ParameterSpec, Piece
+from zero.core.layout import ALIGNMENT_BYTES, CUT_EVERY, Dtypes, ParameterSpec
 
 from .drawn import BOUNDARIES, PLAIN, bucket_sizes, lists_with_units, spec, world_sizes
 
@@ -27,62 +27,14 @@ def test_the_pieces_of_all_ranks_tile_every_slot_at_even_cuts(
         sizes = [high - low for low, high in map(bucket.owned, range(world_size))]
         assert (bucket.world_size, bucket.cuts[0], bucket.cuts[-1]) == (world_size, 0, bucket.numel)
         assert all(bound * narrowest % ALIGNMENT_BYTES == 0 for bound in bucket.cuts)
-        assert sum(sizes) == bucket.numel
-        assert min(sizes) >= 0
-        assert bucket.cuts.largest() == max(sizes)
+        assert (sum(sizes), min(sizes) >= 0, max(sizes)) == (bucket.numel, True, bucket.cuts.largest())
         assert (max(sizes) - min(sizes)) * narrowest <= ALIGNMENT_BYTES
-        owners: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(bucket.slots))}
-        for low, high in map(bucket.owned, range(world_size)):
-            pieces = bucket.pieces(low, high)
-            assert list(pieces) == sorted(pieces, key=lambda piece: piece.slot)
-            for piece in pieces:
-                assert low <= piece.begin <= piece.end <= high
-                assert piece.numel == piece.end - piece.begin
-                owners[piece.slot].append((piece.begin, piece.end))
-        for number, slot in enumerate(bucket.slots):
-            if slot.numel == 0:
-                assert owners[number] == [(slot.offset, slot.offset)], "a slot without elements has one owner"
-                continue
-            bounds = [slot.offset, *(end for _, end in owners[number])]
-            assert owners[number] == list(itertools.pairwise(bounds))
-            assert bounds == sorted(set(bounds))
+        pieces = [piece for rank in range(world_size) for piece in bucket.pieces(*bucket.owned(rank))]
+        for number, slot in enumerate(bucket.slots):  # one without elements has one owner
+            bounds = [slot.offset, *(piece.end for piece in pieces if piece.slot == number)]
+            assert [(p.begin, p.end) for p in pieces if p.slot == number] == list(itertools.pairwise(bounds))
+            assert bounds == (sorted(set(bounds)) if slot.numel else [slot.offset] * 2)
             assert bounds[-1] == slot.end
-        assert [(p.begin, p.end) for p in bucket.pieces(0, bucket.numel)] == [(s.offset, s.end) for s in bucket.slots]
-
-
-@given(lists_with_units, world_sizes, bucket_sizes, st.data())
-@many
-def test_a_part_of_a_bucket_has_the_wholes_slots_and_owners(
-    parameters: list[ParameterSpec], world_size: int, nbytes: int, data: st.DataObject
-) -> None:
-    """Also the parts by unit, which tile it."""
-    layout = build(parameters, world_size, nbytes, across_units=True)
-    for bucket in layout.buckets:
-        runs = list(layout.unit_spans(bucket))
-        assert [0, *(last for _, _, last in runs)] == [*(first for _, first, _ in runs), len(bucket.slots)]
-        units = [{parameters[slot.parameter].unit for slot in bucket.slots[first:last]} for _, first, last in runs]
-        assert units == [{unit} for unit, _, _ in runs]
-        assert all(one != other for one, other in itertools.pairwise(units)), "neighbours are one run"
-        begins = data.draw(st.integers(0, len(bucket.slots) - 1))
-        ends = data.draw(st.integers(begins + 1, len(bucket.slots)))
-        for first, last in [(begins, ends), *(run[1:] for run in runs)]:
-            begin = bucket.slots[first].offset
-            end = bucket.slots[last].offset if last < len(bucket.slots) else bucket.numel
-            part = bucket.part(first, last)
-            assert (part.index, part.dtypes, part.device) == (bucket.index, bucket.dtypes, bucket.device)
-            assert (part.numel, part.world_size) == (end - begin, world_size)
-            moved = [dataclasses.replace(slot, offset=slot.offset + begin) for slot in part.slots]
-            assert tuple(moved) == bucket.slots[first:last]
-            for rank in range(world_size):
-                low, high = part.owned(rank)
-                here, there = max(bucket.cuts[rank], begin), min(bucket.cuts[rank + 1], end)
-                assert (low + begin, high + begin) == (here, there) if here < there else low == high
-                expected = [
-                    Piece(piece.slot - first, piece.begin - begin, piece.end - begin)
-                    for piece in bucket.pieces(*bucket.owned(rank))
-                    if piece.numel and first <= piece.slot < last
-                ]
-                assert [piece for piece in part.pieces(low, high) if piece.numel] == expected
 
 
 def test_cuts_by_hand() -> None:

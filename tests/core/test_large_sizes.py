@@ -1,4 +1,4 @@
-"""Nothing ends at 2^31 elements, and a missing gradient adds nothing, not even a sign."""
+"""Formulas at 2^31 elements and of what is gathered at most; a missing gradient adds nothing, not even a sign."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
-from zero import ZeroOptimizer
 from zero.core.buckets import build
-from zero.core.formulas import KeptStates, formula_bytes, formula_traffic
+from zero.core.formulas import KeptStates, formula_bytes, formula_traffic, peak_bounds
 from zero.core.layout import Layout
-from zero.core.stage import STAGES
+from zero.core.stage import STAGES, stage_of
 
-from ..support.plain import bits
+from ..support.sides import Side, same_as_plain
 from .drawn import spec
 
 pytestmark = pytest.mark.law("sizes")
@@ -60,35 +58,38 @@ class Signs(nn.Module):
         return loss if sign is None else loss + (self.weight * sign * 0.0).sum()
 
 
-SIGNS: list[tuple[tuple[float | None, float | None], float | None]] = [
-    ((-1.0, None), -0.0),
-    ((None, -1.0), -0.0),
-    ((-1.0, -1.0), -0.0),
-    ((1.0, None), 0.0),
-    ((-1.0, 1.0), 0.0),
-    ((None, None), None),
-]
+SIGNS = [(-1.0, None), (None, -1.0), (-1.0, -1.0), (1.0, None), (-1.0, 1.0), (None, None)]  # of two ranks
 
 
 @pytest.mark.law("missing gradients")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_missing_gradient_adds_nothing_not_even_a_sign(stage: int) -> None:
-    """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0: only adding -0.0 preserves a negative zero."""
+    """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0: only adding -0.0 preserves a negative zero. A step shows it."""
 
-    def program(transport: Transport) -> None:
-        for signs, expected in SIGNS:
-            model = Signs()
-            optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.5)
-            model(signs[transport.rank]).backward()
-            found = optimizer.full_grad(model.weight)
-            optimizer.step()
-            moved = torch.full((3,), -0.0)  # -0.0 - 0.5 * 0.0 is -0.0, and -0.0 - 0.5 * -0.0 is 0.0
-            if expected is None:
-                assert found is None, "a gradient that no rank has is None"
-            else:
-                moved.add_(torch.full((3,), expected), alpha=-0.5)
-                assert found is not None
-                assert torch.equal(bits(found), bits(torch.full((3,), expected)))
-            assert torch.equal(bits(model.weight), bits(moved)), signs
+    def loop(side: Side) -> list[Tensor]:
+        found = []
+        for signs in SIGNS:
+            side.model.weight.data.fill_(-0.0)
+            side.train(lambda model, rank, signs=signs: model(signs[rank]))  # type: ignore[misc]
+            side.step()
+            side.clear()
+            found.append(side.model.weight.detach().clone())
+        return found
 
-    on_threads(2, program, timeout=5)
+    same_as_plain(loop, Signs, lr=0.5, settings={"stage": stage})
+
+
+UNITS = {0: 16, 1: 32, 2: 64, 3: 128}  # elements of each unit: one parameter, whose slot needs no padding
+KEPT = {None: 0, 4: 0, 2: sum(UNITS.values()) // 2, 1: 32}  # by what stays: nothing, this rank's shard, half, all
+
+
+@pytest.mark.parametrize("stays", KEPT)
+def test_at_most_the_root_two_units_and_what_stays_for_the_backward_are_gathered(stays: int | None) -> None:
+    """Of four ranks. If all stays, every unit is there at once: the two largest, and the smallest as well."""
+    layout = build([spec(f"unit {n}", (numel,), unit=n) for n, numel in UNITS.items()], 4, 10**6)
+    found = peak_bounds(layout, stage_of(3), None, stays)
+    assert found["gathered_peak"] == 4 * (16 + 64 + 128 + KEPT[stays])
+    assert found["scratch_peak"] == 3 * 4 * 128
+    exposed = peak_bounds(layout, stage_of(3), None, stays, shards_are_exposed=True)
+    assert exposed["scratch_peak"] - found["scratch_peak"] == 4 * (16 + 64 + 128) // 4
+    assert peak_bounds(layout, stage_of(2), None, stays)["gathered_peak"] == 0

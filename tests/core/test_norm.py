@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero.core.norm import PowerSum
 
+from ..support.errors import assert_in_order, error_of
 from ..support.rows import placed
 from .spread import DTYPES, NORM_TYPES, bits, block_of, cut, widely_spread
 
@@ -190,24 +191,18 @@ def with_a_bit(position: int) -> bytes:
 
 
 NO_TYPES = (0.0, -1.0, math.nan, -math.inf)
-REFUSED: list[tuple[Callable[[Any], object], Sequence[Any], type[Exception], str]] = [  # call, what it is given
-    (
-        lambda p: PowerSum.of([p], 2.0),
-        (torch.ones(4, 4), torch.ones(()), torch.ones(32)[::2]),
-        ValueError,
-        "1-D contig",
-    ),
-    (lambda d: PowerSum.of([torch.ones(16, dtype=d)], 2.0), (torch.int64, torch.complex64), TypeError, "torch."),
-    (lambda n: PowerSum(2.0).merge(PowerSum(n)), (3.0,), ValueError, r"2.0-norm and a 3.0-norm"),
-    (lambda d: PowerSum.from_bytes(d), (b"", bytes(287), bytes(289)), ValueError, "288 bytes"),
-    (lambda n: PowerSum.from_bytes(with_a_bit(n)), range(8, 16), ValueError, "never set"),
-    (PowerSum, NO_TYPES, ValueError, "norm_type"),
-    (lambda n: PowerSum.from_bytes(struct.pack("<d", n) + bytes(280)), NO_TYPES, ValueError, "norm_type"),
+REFUSED: list[tuple[Callable[[Any], object], Sequence[Any], str]] = [  # call, what it is given
+    (lambda p: PowerSum.of([p], 2.0), (torch.ones(4, 4), torch.ones(()), torch.ones(32)[::2]), "Value … 1-D contig"),
+    (lambda d: PowerSum.of([torch.ones(16, dtype=d)], 2.0), (torch.int64, torch.complex64), "TypeError: … torch."),
+    (lambda n: PowerSum(2.0).merge(PowerSum(n)), (3.0,), "ValueError: … 2.0-norm and a 3.0-norm"),
+    (PowerSum.from_bytes, (b"", bytes(287), bytes(289)), "ValueError: … 288 bytes"),
+    (lambda n: PowerSum.from_bytes(with_a_bit(n)), range(8, 16), "ValueError: … never set"),
+    (PowerSum, NO_TYPES, "ValueError: … norm_type"),
+    (lambda n: PowerSum.from_bytes(struct.pack("<d", n) + bytes(280)), NO_TYPES, "ValueError: … norm_type"),
 ]
 
 
 def test_what_is_no_piece_and_no_partial_is_refused() -> None:
-    for call, each, error, words in REFUSED:
+    for call, each, words in REFUSED:
         for given_ in each:
-            with pytest.raises(error, match=words):
-                call(given_)
+            assert_in_order(words, error_of(call, given_))

@@ -87,14 +87,6 @@ def test_an_exact_fit_is_accepted_and_one_byte_less_is_not(a: int, b: int, dtype
     assert len(build(two, 2, fit - 1).buckets) == 2
 
 
-def test_the_drawing_of_the_module_is_what_is_built() -> None:
-    layout = build([spec(name, (20,)) for name in "abcde"], 3, 3 * 32 * 4)
-    assert [[layout.parameters[s.parameter].name for s in b.slots] for b in layout.buckets] == [list("edc"), list("ba")]
-    assert [slot.offset for slot in layout.buckets[0].slots] == [0, 32, 64]
-    assert list(layout.buckets[0].cuts) == [0, 32, 64, 96]
-    assert list(layout.buckets[1].cuts) == [0, 16, 32, 64]
-
-
 @pytest.mark.law("sizes")
 def test_nothing_ends_at_two_to_the_31() -> None:
     large = 5 * 2**31 + 7

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..support.machine import program as p
 from ..support.programs import BY_PARAMETER, CLASSES
-from .record import Dial, Refused
+from .record import Dial, Moment, Refused
 
 USE = 'leave out partition=, or use "par'
 
@@ -28,6 +29,35 @@ def matrix() -> nn.Module:
 
 def by_element(cls: type[torch.optim.Optimizer], words: str) -> Refused:
     return Refused({"optimizer_class": cls, "partition": "element"}, words, matrix)
+
+
+TWO_GROUPS = {"shares": (0, 1), "options": ((), (("lr", 0.03), ("weight_decay", 0.1)))}
+EDITS = {  # of the list of param groups, by one rank
+    "groups[0]['params'].pop(1)": "'parts.0.inner' is in param group 0 no more",
+    "groups[1].update(params=groups[1]['params'][1:])": "'first.bias' is in param group 1 no more",
+    "groups[1]['params'].append(groups[0]['params'].pop())": "of param group 0 is now in param group 1",
+    "groups[0]['params'].reverse()": "has another place in param group 0",
+    "groups[0]['params'].append(torch.nn.Parameter(torch.ones(2)))": "0 has a further parameter, of shape (2,)",
+    "groups[0].update(params=[torch.nn.Parameter(torch.ones(2))])": "'first.weight' is in param group 0 no more",
+    "groups[0]['params'].append(groups[0]['params'][1])": "param group 0 has 'parts.0.inner' twice",
+    "groups[0].update(params=iter(groups[0]['params']))": "of param group 0 are a list_iterator, and no list",
+    "groups[0].pop('params')": "'first.weight' is in param group 0 no more",
+    "groups.pop()": "'first.bias' is in param group 1 no more",
+    "groups.append({'params': [torch.nn.Parameter(torch.ones(2))]})": "there are 3 param groups, not 2",
+    "groups.reverse()": "'first.weight' of param group 0 is now in param group 1",
+}
+SAME_LISTS = (  # other dicts and lists of the same parameters
+    "optimizer.param_groups[0].update(params=list(optimizer.param_groups[0]['params']))",
+    "optimizer.param_groups.__setitem__(1, {**(g := optimizer.param_groups[1]), 'params': tuple(g['params'])})",
+    "setattr(optimizer, 'param_groups', [{**group} for group in optimizer.param_groups])",
+)
+
+
+def edited(*calls: str, stages: tuple[int, ...] = (0, 1, 2, 3), edits: tuple[str, ...] = tuple(EDITS)) -> Moment:
+    """Return a moment at which one rank has edited the lists of parameters."""
+    fixed = "the lists of param groups are fixed, unlike their"
+    wrong = {f"edited(lambda groups: {e}, {call})": f"{EDITS[e]}: {fixed}" for e in edits for call in calls}
+    return Moment(wrong, stages=stages, changes=TWO_GROUPS)
 
 
 DIALS = (
@@ -70,10 +100,25 @@ DIALS = (
         first=3,
         values={
             "one": {},
-            "two": {"shares": (0, 1), "options": ((), (("lr", 0.03), ("weight_decay", 0.1)))},
+            "two": TWO_GROUPS,
             "not all": {"shares": (0, 0, -1), "empty": 1},
             "of two classes": {"shares": (0, 1), "options": ((), ()), "classes": ("", "muon")},
         },
         needs=lambda row: row["mixed_precision"] in ("none", "bf16") or row["groups"] != "of two classes",
+        moments=[
+            edited("optimizer.step"),
+            edited("lambda: optimizer.clip_grad_norm_(0.1)", edits=("groups.pop()",)),
+            edited("lambda: optimizer.add_param_group({'params': []})", stages=(0, 1, 2), edits=("groups.reverse()",)),
+            *(
+                Moment(
+                    {call: "nothing"},
+                    (),
+                    (p.Change(0, "lr", 0.05), p.Change(1, "betas", (0.5, 0.6))),
+                    (1, 3),
+                    TWO_GROUPS,
+                )
+                for call in SAME_LISTS
+            ),
+        ],
     ),
 )

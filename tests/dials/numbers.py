@@ -6,20 +6,41 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zero import MixedPrecision, StochasticRounding
 
-from ..support.by_module import BY_MODULE
+from ..support.by_module import BY_MODULE, KEEP
 from ..support.narrowed import PRECISIONS
 from ..support.two_modes import TWO_MODES
 from .record import Dial, Differs, Refused
 
 ROUNDING = StochasticRounding(7)
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ALL = MixedPrecision(BF16)
 SEEDS = "rounding=StochasticRounding(seed=0) … rounding=StochasticRounding(seed=1)"
 
 
 def fails(*_: Any) -> bool:
     raise KeyError("x")
+
+
+def no_precision(name: str, _: Any) -> Any:
+    return None if name else ALL
+
+
+def two() -> Any:
+    return nn.ModuleDict({"first": nn.Linear(3, 3), "last": nn.Linear(3, 3)})
+
+
+def tied() -> nn.Module:
+    model = two()
+    model["last"].weight = model["first"].weight
+    return model  # type: ignore[no-any-return]
+
+
+def mixed(given: Any, words: str, model: Any = two) -> Refused:
+    return Refused({"mixed_precision": given}, words, model)
 
 
 def narrow() -> nn.Module:
@@ -58,17 +79,39 @@ DIALS = (
         refused=[
             Refused({"mixed_precision": "bf16"}, "not 'bf16' … give zero.MixedPrecision(torch.bfloat16)"),
             Refused({"mixed_precision": "fp16"}, "give zero.MixedPrecision(torch.float16)"),
-            Refused(
-                {"mixed_precision": fails},
-                "mixed_precision: the function failed for the outermost module (KeyError: 'x'",
+            mixed(fails, "mixed_precision: the function failed for the outermost module (KeyError: 'x'"),
+            mixed(MixedPrecision, "TypeError: mixed_precision must be a zero.MixedPrecision, not <class"),
+            mixed(BF16, "TypeError: mixed_precision must be a zero.MixedPrecision, not torch.bfloat16"),
+            mixed({3: ALL}, "mixed_precision: a pattern must be a name of modules, not 3"),
+            mixed({"*": BF16}, "mixed_precision['*'] must be a zero.MixedPrecision, not torch.bf"),
+            mixed(
+                no_precision, "mixed_precision returned None for 'first': … MixedPrecision(torch.float32) keeps fp32"
             ),
+            mixed(lambda *_: 3, "what mixed_precision returns for the outermost module must be a zero.M"),
+            mixed({"first": KEEP}, "no pattern matches the outermost module: put '*' first"),
+            mixed({"*": ALL, "norm": KEEP}, "the pattern 'norm' decides about no module: correct it"),
+            mixed({"first": KEEP, "*": ALL}, "the pattern 'first' decides about no module: … or move it"),
+            mixed({"*": ALL, "last": KEEP}, "'first.weight' and 'last.weight' are one parameter, but … bfloa", tied),
+            mixed(
+                {"*": ALL},
+                "by patterns or by a function without a module: … : pass the mod",
+                lambda: [*two().parameters()],
+            ),
+            mixed(MixedPrecisionPolicy(reduce_dtype=FP32), "reduce_dtype and accumulate_dtype need a param_dtype"),
+            mixed(MixedPrecisionPolicy(torch.float64), "param_dtype must be one of"),
         ],
         differs=[
             Differs(
                 {"mixed_precision": MixedPrecision(torch.bfloat16)},
                 {"mixed_precision": MixedPrecision(torch.float16)},
                 "bfloat16 … float16",
-            )
+            ),
+            Differs(
+                {"mixed_precision": {"*": ALL, "last": MixedPrecision(FP32, output_dtype=FP16)}},
+                {"mixed_precision": {"*": ALL, "last": MixedPrecision(FP32, output_dtype=BF16)}},
+                "rank 0 has [precision of 'last': … float16 … ] where rank 1 has [ … bfloat16",
+                two,
+            ),
         ],
     ),
     Dial(

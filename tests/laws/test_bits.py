@@ -33,6 +33,7 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.mark.law("memory")
 @pytest.mark.law("no traces")
+@pytest.mark.law("requested dtypes")
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_programs_give_the_bits_of_the_plain_loop(row: Row) -> None:
     config, commands = program_of(row)

@@ -50,47 +50,28 @@ def decaying(name: str, decays: Callable[[Tensor], bool]) -> type[Coupled]:
     return coupled(name, couple)
 
 
-def centralize(_: Any, p: Tensor, group: dict[str, Any]) -> None:
+def centralize(_: Any, p: Any, group: dict[str, Any]) -> None:
     """Subtract from a gradient the mean of each row."""
-    if p.ndim > 1 and p.grad is not None:
+    if p.ndim > 1:
         p.grad.sub_(p.grad.mean(tuple(range(1, p.ndim)), keepdim=True))
 
 
-def treat_large_matrices_apart(_: Any, p: Tensor, group: dict[str, Any]) -> None:
+def normalize_large_matrices(_: Any, p: Any, group: dict[str, Any]) -> None:
     """As classes do that factorize or quantize only where it pays."""
-    if p.ndim == 2 and min(p.shape) >= 128 and p.grad is not None:
+    if p.ndim == 2 and min(p.shape) >= 128:
         p.grad.div_(p.grad.square().mean().sqrt())
 
 
-def project(_: Any, p: Tensor, group: dict[str, Any]) -> None:
-    """Like AdamP: if a matrix's gradient is nearly orthogonal to it, remove the update's part along the matrix."""
-    if p.ndim > 1 and p.grad is not None:
-        rows, gradients = p.view(len(p), -1), p.grad.view(len(p), -1)
-        cosine = torch.cosine_similarity(rows, gradients, dim=1).abs().max()
-        if cosine < 0.1 / rows.shape[1] ** 0.5:
-            p.grad.mul_(0.5)
-
-
-def keep_two_gradients(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None:
+def keep_two_gradients(optimizer: Any, p: Any, group: dict[str, Any]) -> None:
     """In a list."""
-    if p.grad is not None:
-        kept = optimizer.state[p].setdefault("kept", [])
-        kept[:] = [*kept, p.grad.clone()][-2:]
-        p.sub_(sum(kept) * group["lr"])
-
-
-def rebind(_: Any, p: Tensor, group: dict[str, Any]) -> None:
-    """Give a parameter new memory, while a rank's slice keeps the old memory."""
-    p.data = p.data.clone()
+    kept = optimizer.state[p].setdefault("kept", [])
+    kept[:] = [*kept, p.grad.clone()][-2:]
+    p.sub_(sum(kept) * group["lr"])
 
 
 class Keeper:
     def __init__(self) -> None:
         self.sums: list[Tensor] = []
-
-
-def keep_an_object(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None:
-    optimizer.state[p].setdefault("keeper", Keeper())
 
 
 class ClippedTogether(Coupled):
@@ -159,13 +140,6 @@ class Gathers(torch.optim.SGD):
         dist.all_gather([], self.param_groups[0]["params"][0])
 
 
-class Draws(Coupled):
-    """Adds noise to gradients."""
-
-    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
-        p.sub_(torch.randn_like(p) * group["lr"])
-
-
 class OwnCounter(Coupled):
     """Counts its steps in `state`, where parameters are."""
 
@@ -179,21 +153,22 @@ class OwnCounter(Coupled):
 
 
 DecayMatricesOnly = decaying("DecayMatricesOnly", lambda p: p.ndim > 1)
-Projected = coupled("Projected", project)
+Centralized = coupled("Centralized", centralize)
+Draws = coupled("Draws", lambda _, p, group: p.sub_(torch.randn_like(p) * group["lr"]))
 ALONE: dict[str, type[Coupled]] = {  # they step a parameter in a way of its own
-    "DecayMatricesOnly": DecayMatricesOnly,
-    "DecayKernelsOnly": decaying("DecayKernelsOnly", lambda p: p.ndim == 4),
-    "DecaySignalsOnly": decaying("DecaySignalsOnly", lambda p: p.ndim == 3),
-    "DecayScalarsToo": decaying("DecayScalarsToo", lambda p: p.ndim != 1),
-    "Centralized": coupled("Centralized", centralize),
-    "LargeMatricesApart": coupled("LargeMatricesApart", treat_large_matrices_apart),
-    "Projected": Projected,
-    "History": coupled("History", keep_two_gradients),
-    "OwnObjects": coupled("OwnObjects", keep_an_object),
+    cls.__name__: cls
+    for cls in (
+        *(DecayMatricesOnly, Centralized, coupled("History", keep_two_gradients)),
+        decaying("DecayKernelsOnly", lambda p: p.ndim == 4),
+        decaying("DecaySignalsOnly", lambda p: p.ndim == 3),
+        decaying("DecayScalarsToo", lambda p: p.ndim != 1),
+        coupled("LargeMatricesApart", normalize_large_matrices),
+        coupled("OwnObjects", lambda optimizer, p, _: optimizer.state[p].setdefault("keeper", Keeper())),
+    )
 }
+Rebinds = coupled("Rebinds", lambda _, p, group: setattr(p, "data", p.data.clone()))  # a slice keeps the old memory
 TOGETHER: dict[str, type[Coupled]] = {  # a step of one parameter depends on others, or fails by itself
-    **{cls.__name__: cls for cls in (ClippedTogether, OwnBuffers, EstimatesTogether)},
-    "Rebinds": coupled("Rebinds", rebind),
+    cls.__name__: cls for cls in (ClippedTogether, OwnBuffers, EstimatesTogether, Rebinds)
 }
 
 
@@ -203,7 +178,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.5))
-        self.matrix = nn.Linear(13, 17)
+        self.matrix = nn.Linear(8, 17)
         self.signals = nn.Conv1d(1, 3, 2)
         self.kernels = nn.Conv2d(1, 3, 2)
 

@@ -123,7 +123,7 @@ class Oracle(AsPlain, Player):
         if command.beside == "also":
             found = also = found or also
             norms.append(clip_grad_norm_([*self.held, *beside], 1.0))
-        else:
+        elif command.unscale:
             norms += [self.clip(1.0), *([clip_grad_norm_(beside, 1.0)] if beside else [])]
         if not found:
             self.step()

@@ -87,6 +87,7 @@ class Player:
                     for parameter in parameters:
                         generator = torch.Generator().manual_seed(command.seed + 77 * self.ranks[0])
                         added = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
+                        added.view(-1)[::3] = 0.0  # an element that keeps its value keeps its master weight
                         parameter.add_(added.to(parameter.dtype))
             case p.Edit():
                 self.edit(self.chosen((command.number,))[0], command.factor)

@@ -226,12 +226,14 @@ class Scaled(Command):
 
     ``overflow``: a rank (modulo their number) whose loss is infinite. ``beside``: each rank has a part of its own, too
     (`part_of`), whose loss is the infinite one. Parts are clipped with the model (`also=`) or by themselves (`over=`).
+    ``unscale`` False: nothing is clipped, and the scaler's `step` unscales.
     """
 
     seed: int
     scale: float = 64.0
     overflow: int | None = None
     beside: Literal["", "also", "over"] = ""
+    unscale: bool = True
 
 
 class Joined(Command):

@@ -210,14 +210,27 @@ class Rank(OnRank, Player):
         def backward() -> None:
             self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(0), self.rank), True)
 
-        def unscale() -> None:
-            scaler = torch.amp.GradScaler("cpu")
+        def edited(change: Callable[[list[dict[str, Any]]], object], call: Callable[[], Any]) -> None:
+            """Edit the param groups of the last rank for a call."""
+            groups = self.optimizer.param_groups
+            kept = [(group, dict(group), list(group["params"])) for group in groups]
+            if self.rank == self.setting.world_size - 1:
+                change(groups)
+            try:
+                call()
+            finally:
+                groups[:] = [group for group, _, _ in kept]
+                for group, options, parameters in kept:
+                    group.update(options, params=parameters)
+
+        def unscale(scale: float = 64.0) -> None:
+            scaler = torch.amp.GradScaler("cpu", init_scale=scale)
             scaler.scale(torch.ones(()))
             scaler.unscale_(self.optimizer)
 
         named = {name: getattr(zero, name) for name in zero.__all__} | {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
-        named |= {call.__name__: call for call in (within, backward, in_backward, unscale)}
+        named |= {call.__name__: call for call in (within, backward, in_backward, edited, unscale)}
         return error_of(lambda: eval(command.call, named))
 
     def fail(self, command: p.Fail) -> None:
@@ -292,9 +305,10 @@ class Rank(OnRank, Player):
             own: dict[str, Any] = {"stage": 0, "process_group": solo(), "divisor": divisor, "lr": 0.1}
             optimizers.append(ZeroOptimizer(part, torch.optim.SGD, **own))
         scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank, part)).backward()
-        for each in optimizers:
+        for each in optimizers if command.unscale else ():
             scaler.unscale_(each)
-        norms = [self.clip(1.0, **({"also": optimizers[1:]} if command.beside == "also" else {}))]
+        also = {"also": optimizers[1:]} if command.beside == "also" else {}
+        norms = [self.clip(1.0, **also)] if command.unscale else []
         if command.beside == "over":
             norms.append(optimizers[1].clip_grad_norm_(1.0, over=self.group))
         for each in optimizers:
