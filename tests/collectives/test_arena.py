@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import sys
 import threading
 from typing import Any
 
@@ -21,7 +20,6 @@ from collectives.backends.shared_memory import PAGE, Arena, Spans
 from ..support.descriptors import listed, opened
 from ..support.sockets import on_sockets
 
-host_module = sys.modules["collectives.backends.shared_memory"]
 NOW = Tag(Kind.EXCHANGE, "now")
 
 
@@ -92,27 +90,23 @@ def test_a_region_is_freed_with_its_last_holder() -> None:
     assert memory.allocate(4 * PAGE).nbytes() == 4 * PAGE
 
 
-def test_pages_that_cannot_be_made_are_an_error_and_no_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Arena(4 * PAGE)
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_memory, "_make_pages", no_memory)
-        with pytest.raises(MemoryError, match="give the ranks more memory, or choose collective='pairwise'"):
-            memory.allocate(PAGE)
-    assert memory.allocate(4 * PAGE).nbytes() == 4 * PAGE, "the pages were given back"
-
-
-def test_pages_are_there_before_they_are_used_also_on_an_old_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = Arena(16 * PAGE)
+def test_pages_are_there_before_they_are_used_or_that_is_an_error_and_no_signal_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also on an old kernel. An address space that is too small is an error, too."""
+    before, memory = listed(), Arena(16 * PAGE)
     first = memory.allocate(5 * PAGE)
     assert pages_of(memory.fd) == 5
     monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 12345)
     second = memory.allocate(5 * PAGE)
     assert pages_of(memory.fd) == 10
     assert first.nbytes() == second.nbytes() == 5 * PAGE
-
-
-def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = listed()
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "_make_pages", no_memory)
+        with pytest.raises(MemoryError, match="give the ranks more memory, or choose collective='pairwise'"):
+            memory.allocate(PAGE)
+    assert memory.allocate(6 * PAGE).nbytes() == 6 * PAGE, "the pages were given back"
+    del memory, first, second
     monkeypatch.setattr(mmap, "mmap", no_memory)
     with pytest.raises(OSError, match="no memory"):
         Arena(PAGE)
@@ -158,7 +152,7 @@ def test_where_the_kernel_hides_its_pages_everything_may_have_been_written(monke
 @pytest.mark.parametrize("step", ["file_of", "regions_of"])
 def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     """If one rank gets no memory, no rank has any, nothing is left behind, and the ranks can still communicate."""
-    before, first, call = listed(), threading.Lock(), getattr(host_module, step)
+    before, first, call = listed(), threading.Lock(), getattr(shared_memory, step)
 
     def failing_once(*arguments: Any) -> Any:
         if first.acquire(blocking=False):
@@ -173,6 +167,6 @@ def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch
         said = transport.exchange(b"%d" % transport.rank, NOW)
         return without, said, transport.common([PAGE]) is not None
 
-    monkeypatch.setattr(host_module, step, failing_once)
+    monkeypatch.setattr(shared_memory, step, failing_once)
     assert on_sockets(3, program) == [(True, [b"0", b"1", b"2"], True)] * 3
     assert opened() <= before

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,25 +35,6 @@ def values(nbytes: int, rank: int) -> Tensor:
     return torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
 
 
-def copied(transport: Transport, sizes: Sequence[int]) -> tuple[bool, Traffic]:
-    """Broadcast tensors of these sizes. Return whether they have rank 0's values, and the traffic."""
-    before, mine = transport.traffic, [values(nbytes, transport.rank) for nbytes in sizes]
-    ring_broadcast(transport, mine, TAG)
-    same = [torch.equal(ours, values(nbytes, 0)) for ours, nbytes in zip(mine, sizes, strict=True)]
-    return all(same), transport.traffic - before
-
-
-def check(results: Sequence[tuple[bool, Traffic]], sizes: Sequence[int]) -> None:
-    last = len(results) - 1
-    messages = sum(max(1, -(-nbytes // CHUNK)) for nbytes in sizes)
-    for rank, (same, traffic) in enumerate(results):
-        assert same, f"rank {rank} of {last + 1} has not rank 0's values"
-        assert traffic.payload_sent == (sum(sizes) if rank < last else 0)
-        assert traffic.payload_received == (sum(sizes) if rank else 0)
-        assert traffic.messages == last + (messages if rank < last else 0), "a header to each rank, and the chunks"
-        assert traffic.control_sent == HEADER_BYTES * traffic.messages
-
-
 @pytest.mark.law("traffic")
 @given(
     world_size=st.integers(1, 6),
@@ -65,8 +46,20 @@ def test_every_rank_has_rank_0s_bytes_and_sends_each_at_most_once(
     world_size: int, sizes: list[int], seed: int | None
 ) -> None:
     """Several tensors follow each other, whatever is late."""
-    group = Loopback[tuple[bool, Traffic]](world_size, interfere=None if seed is None else jitter(seed))
-    check(group.run(lambda transport: copied(transport, sizes)), sizes)
+
+    def program(transport: Transport) -> Traffic:
+        before, mine = transport.traffic, [values(nbytes, transport.rank) for nbytes in sizes]
+        ring_broadcast(transport, mine, TAG)
+        assert all(torch.equal(ours, values(nbytes, 0)) for ours, nbytes in zip(mine, sizes, strict=True))
+        return transport.traffic - before
+
+    group = Loopback[Traffic](world_size, interfere=None if seed is None else jitter(seed))
+    last, messages = world_size - 1, sum(max(1, -(-nbytes // CHUNK)) for nbytes in sizes)
+    for rank, traffic in enumerate(group.run(program)):
+        assert traffic.payload_sent == (sum(sizes) if rank < last else 0)
+        assert traffic.payload_received == (sum(sizes) if rank else 0)
+        assert traffic.messages == last + (messages if rank < last else 0), "a header to each rank, and the chunks"
+        assert traffic.control_sent == HEADER_BYTES * traffic.messages
 
 
 def test_few_chunks_are_under_way_however_large_the_tensor_is() -> None:
@@ -94,7 +87,5 @@ def test_few_chunks_are_under_way_however_large_the_tensor_is() -> None:
         ring_broadcast(transport, [buffer], TAG)
         return most
 
-    first, *between, last = Loopback[list[int]](4).run(program)
-    assert first == [AHEAD + 1, 0]
-    assert between == [[AHEAD + 1, AHEAD]] * 2
-    assert last == [0, AHEAD]
+    ahead = AHEAD + 1
+    assert Loopback[list[int]](4).run(program) == [[ahead, 0], [ahead, AHEAD], [ahead, AHEAD], [0, AHEAD]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import socket
 import subprocess
 import sys
@@ -42,77 +43,60 @@ def as_tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def begin_to_receive(backend: SharedMemoryBackend, slot: int, size: int, as_bytes: bool) -> Callable[[], bytes]:
+    """Begin a receive from rank 0. Return the function that waits for it."""
+    if as_bytes:
+        pending = backend.recv_bytes(size, 0, slot)
+        return lambda: pending.wait(BOUND)
+    target = torch.empty(size, dtype=torch.uint8)
+    begun = backend.recv(target, 0, slot)
+    return lambda: (begun.wait(BOUND), target.numpy().tobytes())[1]
+
+
+SIZES = st.sampled_from([4, 128, INLINE, INLINE + 4, 3 * INLINE])
+
+
 @given(
-    st.lists(
-        st.tuples(st.integers(0, 2), st.sampled_from([4, 128, INLINE, INLINE + 4, 3 * INLINE]), st.booleans()),
-        max_size=30,
-    ),
-    st.randoms(use_true_random=False),
+    st.lists(st.tuples(st.integers(0, 2), SIZES, st.booleans(), st.booleans()), max_size=30),
+    st.booleans(),
+    st.randoms(),
 )
-def test_messages_of_a_slot_are_in_order_whatever_is_read_first(messages: list[Any], order: Any) -> None:
-    """Small messages are in frames, large ones in the sender's memory; either side uses tensors or bytes."""
+def test_messages_of_a_slot_are_in_order_whatever_is_read_first(
+    messages: list[tuple[int, int, bool, bool]], begun: bool, order: Any
+) -> None:
+    """Small messages are in frames, large ones in the sender's memory; either side uses tensors or bytes. ``begun``:
+    receives begin in the order of the messages, and are waited for in any."""
     first, second = mesh(2)
-    expected: dict[int, list[bytes]] = {0: [], 1: [], 2: []}
-    sends = []
-    for number, (slot, size, as_bytes) in enumerate(messages):
+    sends, expected = [], list[tuple[int, bytes, bool]]()
+    for number, (slot, size, sent_as_bytes, as_bytes) in enumerate(messages):
         data = numbered(number, size)
-        expected[slot].append(data)
-        sends.append(first.send_bytes(data, 1, slot) if as_bytes else first.send(as_tensor(data), 1, slot))
-    slots = [slot for slot, _, _ in messages]
+        expected.append((slot, data, as_bytes))
+        sends.append(first.send_bytes(data, 1, slot) if sent_as_bytes else first.send(as_tensor(data), 1, slot))
+    if begun:
+        waits = [(begin_to_receive(second, slot, len(data), how), data) for slot, data, how in expected]
+        order.shuffle(waits)
+        assert all(wait() == data for wait, data in waits)
+    slots = [] if begun else [slot for slot, _, _ in expected]
     order.shuffle(slots)
     for slot in slots:
-        data = expected[slot].pop(0)
-        target = torch.empty(len(data), dtype=torch.uint8)
-        if order.random() < 0.5:
-            assert second.recv_bytes(len(data), 0, slot).wait(BOUND) == data
-        else:
-            second.recv(target, 0, slot).wait(BOUND)
-            assert target.numpy().tobytes() == data
+        mine = next(each for each in expected if each[0] == slot)
+        expected.remove(mine)
+        assert begin_to_receive(second, slot, len(mine[1]), mine[2])() == mine[1]
     for send in sends:
         send.wait(BOUND)
 
 
-@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([4, INLINE + 4])), max_size=12), st.randoms())
-def test_receives_that_began_get_their_messages_in_whatever_order_they_are_waited_for(
-    messages: list[Any], order: Any
-) -> None:
-    first, second = mesh(2)
-    sends, waits = [], []
-    for number, (slot, size) in enumerate(messages):
-        data, target = numbered(number, size), torch.empty(size, dtype=torch.uint8)
-        sends.append(first.send_bytes(data, 1, slot))  # their memory is there until they were read
-        if order.random() < 0.5:
-            pending = second.recv_bytes(size, 0, slot)
-            waits.append(lambda pending=pending: pending.wait(BOUND))
-        else:
-            begun = second.recv(target, 0, slot)
-            waits.append(lambda begun=begun, target=target: (begun.wait(BOUND), target.numpy().tobytes())[1])
-    numbers = list(range(len(messages)))
-    order.shuffle(numbers)
-    for number in numbers:
-        assert waits[number]() == numbered(number, messages[number][1])
-    for send in sends:
-        send.wait(BOUND)
-
-
-def test_a_large_message_is_under_way_until_it_was_read() -> None:
+def test_a_large_message_is_under_way_until_it_was_read_and_one_of_another_size_is_an_error() -> None:
     first, second = mesh(2)
     send = first.send(torch.ones(INLINE + 1, dtype=torch.uint8), 1, 0)
     with pytest.raises(PeerError, match=r"time limit of 0\.01 s"):
         send.wait(0.01)
-    target = torch.empty(INLINE + 1, dtype=torch.uint8)
-    second.recv(target, 0, 0).wait(BOUND)
+    assert begin_to_receive(second, 0, INLINE + 1, False)() == bytes([1]) * (INLINE + 1)
     send.wait(BOUND)
-    assert bool((target == 1).all())
-
-
-def test_a_message_of_another_size_is_an_error() -> None:
-    first, second = mesh(2)
-    for size in (8, 2 * INLINE):
-        for recv in (lambda: second.recv(torch.empty(5, dtype=torch.uint8), 0, 0), lambda: second.recv_bytes(5, 0, 0)):
-            first.send(torch.ones(size, dtype=torch.uint8), 1, 0)
-            with pytest.raises(PeerError, match=f"{size} bytes came where 5 were expected"):
-                recv().wait(BOUND)
+    for size, as_bytes in itertools.product((8, 2 * INLINE), (False, True)):
+        first.send(torch.ones(size, dtype=torch.uint8), 1, 0)
+        with pytest.raises(PeerError, match=f"{size} bytes came where 5 were expected"):
+            begin_to_receive(second, 0, 5, as_bytes)()
 
 
 def test_full_sockets_in_both_directions_do_not_deadlock() -> None:
@@ -120,15 +104,12 @@ def test_full_sockets_in_both_directions_do_not_deadlock() -> None:
 
     def program(transport: Transport) -> bool:
         backend = transport.backend
-        for number in range(MANY):
-            for to in transport.peers():
-                backend.send(as_tensor(numbered(number, INLINE)), to, number % 3)
-        found = [
+        for number, to in itertools.product(range(MANY), transport.peers()):
+            backend.send(as_tensor(numbered(number, INLINE)), to, number % 3)
+        return all(
             backend.recv_bytes(INLINE, source, number % 3).wait(PATIENT) == numbered(number, INLINE)
-            for number in range(MANY)
-            for source in transport.peers()
-        ]
-        return all(found)
+            for number, source in itertools.product(range(MANY), transport.peers())
+        )
 
     assert on_sockets(3, program) == [True] * 3
 
@@ -149,15 +130,14 @@ def test_a_third_rank_that_has_left_does_not_disturb_a_full_socket(monkeypatch: 
         full.set()
         make_room(self, *arguments)
 
-    monkeypatch.setattr(SharedMemoryBackend, "_make_room", noticed)
-    third.send_bytes(b"the last", 0, 0)
-    leave(third)
-
     def read() -> None:
         full.wait(BOUND)
         for _ in range(MANY):
             second.recv_bytes(INLINE, 0, 0).wait(BOUND)
 
+    monkeypatch.setattr(SharedMemoryBackend, "_make_room", noticed)
+    third.send_bytes(b"the last", 0, 0)
+    leave(third)
     reader = threading.Thread(target=read)
     reader.start()
     send_much(first)
@@ -213,30 +193,20 @@ def send(transport: Transport) -> Any:
 
 
 @pytest.mark.parametrize("give", [expose, send])
-def test_a_wait_for_a_reader_has_the_reason_why_it_gave_up(give: Callable[[Transport], Any]) -> None:
-    """The reader has sent all its messages, and fails while it reads; perhaps it leaves."""
-    for leaves in (False, True):
+def test_an_error_of_sending_names_the_rank_the_collective_and_the_reason(give: Callable[[Transport], Any]) -> None:
+    """The reader has sent all its messages, and fails while it reads; perhaps it leaves. Or it was gone before."""
+    for leaves, before in itertools.product((False, True), (False, True)):
         backends = mesh(2, timeout=PATIENT)
         first, second = map(Transport, backends)
-        work = give(first)
+        work = None if before else give(first)
         second.isend(torch.ones(1), 0, TAG)
-        second.abort("the disk is full")
-        if leaves:
+        if leaves is False or before is False:
+            second.abort("the disk is full")
+        if leaves or before:
             leave(backends[1])
-        with at_once(), pytest.raises(PeerError, match=r"rank 0, in bucket 3: rank 1 failed: the disk is full"):
-            work.wait()
+        with at_once(), pytest.raises(PeerError, match=r"rank 0, in bucket 3: .*rank 1 .*") as caught:
+            give(first) if work is None else work.wait()
+        assert ("its process ended" if leaves and before else "rank 1 failed: the disk is full") in str(caught.value)
         assert first.broken
-
-
-@pytest.mark.parametrize("give", [expose, send])
-def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[Transport], Any]) -> None:
-    for why in ("the disk is full", ""):
-        backends = mesh(2)
-        first, second = map(Transport, backends)
-        if why:
-            second.abort(why)
-        leave(backends[1])
-        with pytest.raises(PeerError, match=rf"rank 0, in bucket 3: .*rank 1 .*{why or 'its process ended'}"):
-            give(first)
         with pytest.raises(CollectiveError, match="this communicator is closed since an earlier failure"):
             give(first)

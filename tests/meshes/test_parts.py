@@ -22,25 +22,20 @@ from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
 from ..support.sides import AsPlain
 from . import jobs
-from .spread import Part, take_step
-
-
-def whole_after(steps: int) -> Part:
-    whole = Part(0, 1)
-    side = AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 2)
-    for step in range(steps):
-        take_step(side, step)
-    return whole
+from .jobs import Whole, take_step
 
 
 def assert_resumed(results: list[Any], step: int) -> None:
     """Compare the parts that went on after a step with the undisturbed training of the whole model."""
-    whole = whole_after(step + 1)
+    whole = Whole(2)
+    side = AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 2)
+    for number in range(step + 1):
+        take_step(side, number)
     assert results[2:] == [None, None]
     for found, model, _ in results[:2]:
         assert found == step
         for name, parameter in model.named_parameters():
-            assert_same_bits(parameter, whole.get_parameter(name), name)
+            assert_same_bits(parameter, whole.stages[0].get_parameter(name), name)
 
 
 @pytest.mark.first(0)
@@ -53,30 +48,24 @@ def test_parts_are_saved_by_their_places_and_restored_together_at_another_data_p
     assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["tp-0", "tp-1"]
     assert_resumed(gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4)), 3)
 
-    manifest = tmp_path / "tp-1" / "step-00000003" / "checkpoint.json"
-    mark = json.loads(manifest.read_text())["written_by"]["mark"]
-    assert (
-        mark == json.loads((tmp_path / "tp-0" / "step-00000003" / "checkpoint.json").read_text())["written_by"]["mark"]
-    )
-    manifest.write_text(manifest.read_text().replace(mark, f"{0:016x}"))  # saved again after a rollback, in this part
+    newest = [tmp_path / part / "step-00000003" / "checkpoint.json" for part in ("tp-0", "tp-1")]
+    mark, other = (json.loads(manifest.read_text())["written_by"]["mark"] for manifest in newest)
+    assert mark == other
+    newest[1].write_text(newest[1].read_text().replace(mark, f"{0:016x}"))  # saved again after a rollback, in this part
     results = gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4))
     assert_resumed(results, 2)
     assert "step-00000003 is not complete in every part of the model; step 2 is taken instead" in results[0][2][0]
-    shutil.rmtree(tmp_path / "tp-1" / "step-00000003")
+    shutil.rmtree(newest[1].parent)
     for error in gloo.run(jobs.resume_parts, tmp_path, 3, ranks=range(4))[:2]:
         assert "CheckpointError: step 3 is not complete in every part of the model; those that are: [2]" in error
     (tmp_path / "tp-0" / "step-00000002" / "checkpoint.json").write_text("{")
     for error in gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4))[:2]:
         assert "no step is complete in every part of the model (tp-0 has 3; tp-1 has 2)" in error
 
-    (tmp_path / "one" / "tp-0").rename(tmp_path / "one" / "tp-2")
-    (tmp_path / "one" / "tp-1").rename(tmp_path / "one" / "tp-0")
-    (tmp_path / "one" / "tp-2").rename(tmp_path / "one" / "tp-1")
-    for error in gloo.run(jobs.load_part, tmp_path / "one", ranks=range(4))[:2]:
-        assert (
-            "is the part tp 1 of 2 of a model, and this rank has tp 0 of 2: restore it with the model-parallel" in error
-            or ("is the part tp 0 of 2 of a model, and this rank has tp 1 of 2" in error)
-        )
+    for before, after in (("tp-0", "tp-2"), ("tp-1", "tp-0"), ("tp-2", "tp-1")):
+        (tmp_path / "one" / before).rename(tmp_path / "one" / after)
+    for rank, error in enumerate(gloo.run(jobs.load_part, tmp_path / "one", ranks=range(4))[:2]):
+        assert f"is the part tp {1 - rank} of 2 of a model, and this rank has tp {rank} of 2: restore it" in error
 
 
 def test_parts_along_two_dimensions_find_what_all_have_and_an_error_of_one_reaches_all() -> None:

@@ -25,16 +25,17 @@ def test_every_rank_names_the_one_that_parts_within_the_limit_and_two_seconds(wh
         run(replace(CASE, what=what, stage=stage))
 
 
-def test_so_they_do_if_it_holds_the_store() -> None:
-    run(replace(CASE, what="lost", victim=0))
-
-
-def test_so_they_do_with_the_limit_of_users() -> None:
-    run(replace(CASE, what="unit", limit=10.0))
-
-
-def test_a_rank_that_stops_is_late_until_the_time_limit_of_the_group() -> None:
-    run(replace(CASE, what="stops", patience=8.0))
+@pytest.mark.parametrize(
+    "case",
+    [
+        replace(CASE, what="lost", victim=0),  # it holds the store
+        replace(CASE, what="unit", limit=10.0),  # that of users
+        replace(CASE, what="stops", patience=8.0),  # it is late until the time limit of the group
+    ],
+    ids=lambda case: case.what,
+)
+def test_so_they_do_with_other_limits_and_if_it_holds_the_store(case: Case) -> None:
+    run(case)
 
 
 @pytest.mark.parametrize("what", LATE)
@@ -65,22 +66,16 @@ print("ends")
 """
 
 
-@pytest.mark.parametrize("wait", [60.0, 1.0], ids=["it waits", "it ends"])
-def test_an_abort_that_hangs_ends_the_process_with_the_verdict(wait: float) -> None:
-    begin = time.monotonic()
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGS, "60", str(wait)], check=False, timeout=50, capture_output=True, text=True
-    )
+@pytest.mark.parametrize(("abort", "wait"), [(60, 60), (60, 1), (2, 1)], ids=str)
+def test_an_abort_that_hangs_ends_the_process_with_the_verdict(abort: int, wait: int) -> None:
+    """If it comes back, a process that ends meanwhile waits for it: torch ends a process by a signal if a thread comes
+    back from a call into an interpreter that has ended."""
+    begin, command = time.monotonic(), [sys.executable, "-c", HANGS, str(abort), str(wait)]
+    ended = subprocess.run(command, check=False, timeout=50, capture_output=True, text=True)
+    if abort == 2:
+        assert (ended.returncode, ended.stdout) == (0, "ends\n")
+        return
     assert ended.returncode == 1
     assert time.monotonic() - begin > 3.0
     assert "rank 0: rank 1 is lost" in ended.stderr.splitlines()[-1]
     assert "step() [meet, round 0, index 0]; the abort of its collectives has not returned" in ended.stderr
-
-
-def test_a_process_that_ends_while_its_group_is_aborted_waits_for_that() -> None:
-    """Torch ends a process by a signal if a thread comes back from a call into an interpreter that has ended."""
-    ended = subprocess.run(
-        [sys.executable, "-c", HANGS, "2", "1"], check=False, timeout=50, capture_output=True, text=True
-    )
-    assert ended.returncode == 0
-    assert ended.stdout == "ends\n"
