@@ -134,20 +134,6 @@ def test_training_that_goes_on_at_other_numbers_of_ranks_has_the_plain_order(
     assert json.loads(state)["trained"] == 0
 
 
-@given(cases(), st.integers(0, 3), WORLD_SIZES, st.data())
-@many
-def test_an_epoch_can_begin_behind_any_micro_batch(case: Case, epoch: int, world: int, data: st.DataObject) -> None:
-    whole = Case(**{**vars(case), "drop_last": False}).plain(epoch)
-    start = data.draw(st.integers(0, len(whole) if not case.drop_last else case.samples // case.batch_size))
-    samplers = case.ranks(world)
-    for sampler in samplers:
-        sampler.set_epoch(epoch, start)
-    rest = list(in_steps([list(sampler) for sampler in samplers], case.per_step))
-    assert rest == whole[start:][: len(rest)]
-    if not case.drop_last:
-        assert rest == whole[start:]
-
-
 @given(cases(), WORLD_SIZES)
 def test_an_order_is_a_function_of_seed_and_epoch_alone(case: Case, world: int) -> None:
     sampler = case.rank(world - 1, world)

@@ -115,8 +115,6 @@ def test_the_gloo_group_beside_another_backend_is_one_line_and_an_error_in_time_
     line = "the process group's backend is 'cuda:unmoving': 2 ranks have made a gloo group beside it"
     *lives, error = first.splitlines()[:3]
     assert (lives, second) == ([line, line], "")
-    words = (
-        "True rank 0: the process group's backend is 'cuda:unmoving'. The gloo group beside it, for short messages, "
-    )
+    said = "rank 0: the process group's backend is 'cuda:unmoving'. The gloo group beside it, for short messages, "
     assert error.startswith(f"True {said}")
     assert "did not come within 3 s or cannot be reached (no answer from rank 1)" in first
