@@ -105,16 +105,12 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
         time.sleep(source.random() * 2e-4)
 
     hooks = nn.modules.module
-    handles = [
+    with (
         hooks.register_module_forward_pre_hook(nap),
         hooks.register_module_forward_hook(nap),
         hooks.register_module_full_backward_hook(nap),
-    ]
-    try:
+    ):
         check(Program(2, stage, steps=STEPS), Loopback(2, interfere=nap))
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 Message = tuple[int, int, int, str]  # to whom, port, size, digest
