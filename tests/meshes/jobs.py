@@ -199,15 +199,17 @@ def described(group: dist.ProcessGroup, rank: int) -> list[tuple[str, int, int]]
     return found
 
 
-def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> tuple[str, str]:
-    """Return the errors of a model that has a DTensor, and of meshes that differ between ranks."""
+def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """Return the errors of a model that has a DTensor, of one on another device, and of meshes that differ."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     square, transposed = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[0, 2], [1, 3]])
-    model, parallel = nn.Linear(3, 3), nn.Linear(4, 4)
+    parallel = nn.Linear(4, 4)
     parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), square, [Replicate(), Shard(0)]))
-    differ = error_of(ZeroOptimizer, model, mesh=square if rank else transposed)
-    return error_of(ZeroOptimizer, parallel, mesh=square), differ
+    with torch.device("meta"):
+        on_meta = error_of(ZeroOptimizer, nn.Linear(3, 3), mesh=square)
+    differ = error_of(ZeroOptimizer, nn.Linear(3, 3), mesh=square if rank else transposed)
+    return [error_of(ZeroOptimizer, parallel, mesh=square), on_meta, differ]
 
 
 def warnings_of_clips(group: dist.ProcessGroup, rank: int) -> list[str]:
