@@ -186,22 +186,6 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
 
 
-def test_rounds_in_which_nothing_is_sent_count_too() -> None:
-    """This happens when every parameter is frozen: the message has the number of rounds."""
-
-    def program(transport: Transport) -> int:
-        caught_up: list[int] = []
-        told = transport.meet(
-            Tag(Kind.MEET, "step()", transport.rank),
-            lambda: caught_up.append(1),
-            lambda: bytes([transport.rank + len(caught_up)]),
-        )
-        assert told == [bytes([2])] * 3
-        return len(caught_up)
-
-    assert on_threads(3, program) == [2, 1, 0]
-
-
 def test_only_flat_tensors_travel() -> None:
     transport = Loopback[None](2).transports[0]
     for tensor in (torch.zeros(2, 2), torch.zeros(()), torch.zeros(4)[::2]):

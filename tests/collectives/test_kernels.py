@@ -22,7 +22,7 @@ from collectives.algorithms.ordered_sum import ordered_sum
 from collectives.kernels import LIMBS, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
-from collectives.kernels.self_check import same
+from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
@@ -75,6 +75,20 @@ def test_norm_and_factor_of_a_clip_are_those_of_exact_sums_on_the_host(
             assert norm.shape == factor.shape == ()
 
 
+def test_a_norm_is_the_same_however_tensors_are_cut_into_blocks_and_launches(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    whole = awkward(40_003, torch.float32, device, 3)
+    sums = []
+    for pieces in ([whole], whole.split(16_000), whole.split(16), [*whole.split(16 * 77)][::-1]):
+        sums.append(torch.zeros(LIMBS, dtype=torch.int64, device=device))
+        kernels.norm_limbs(list(pieces), sums[-1])
+        launches = -(-len(pieces) // 128)
+        assert sums[-1].max() < 2**43 * launches, "so that 2**20 launches, of all ranks, cannot overflow a limb"
+    settled = [sum(limb << 32 * place for place, limb in enumerate(limbs.tolist())) for limbs in sums]
+    assert len(set(settled)) == 1
+
+
 def test_what_a_kernel_writes_has_its_version_raised_and_nothing_else_is_written(
     kernels: DeviceKernels, device: torch.device
 ) -> None:
@@ -102,6 +116,17 @@ def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(
         masters = torch.full((16,), 0x7F812345, dtype=torch.int32, device=device).view(torch.float32)
         kernels.follow([masters], [params])
         assert masters.view(torch.int32).tolist() == ([0x7F812345] * 3 + [params.float()[3].view(torch.int32)]) * 4
+
+
+def test_the_sum_of_more_parts_than_a_launch_adds_may_be_written_to_any_of_them(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    for place in (0, 64, 65):
+        parts = [awkward(33, torch.float32, device, 3 * number) for number in range(66)]
+        expected = torch.empty_like(parts[0])
+        check.plain_sum(parts, expected)
+        kernels.ordered_sum(parts, parts[place])
+        assert same(parts[place], expected)
 
 
 def test_a_part_of_two_dimensions_stands_for_its_rows() -> None:

@@ -21,15 +21,18 @@ import torch
 import torch.distributed as dist
 
 from collectives import ALGORITHMS, Kind, MismatchError, PeerError, Tag, Transport
+from collectives.algorithms.base import Several
 from collectives.backends.gloo import GlooBackend, GroupsOfMesh
-from collectives.launches.ledger import Launches, Ledger, Verdict
+from collectives.launches.ledger import KEPT, Launches, Ledger, Verdict, compare, first_difference
 from collectives.launches.sentinel import ANY, OUTSIDE, Post, Status, difference
+from collectives.messages import describe
+from collectives.topology import _fold_by_nccl
 from collectives.watching import CHECK_EACH, watch
 from zero.gradients.agreement import Agreement, Record
 from zero.runtime.joining import Joining, UnitOrder
 
 from ..ledger import DIVERGENCES, Case, run, run_late
-from ..support.carried import CPU
+from ..support.carried import CPU, equal_hosts
 from ..support.errors import assert_in_order
 from ..support.limits import BOUND, PATIENT
 from ..support.rows import only
@@ -155,6 +158,27 @@ def test_so_it_does_on_every_rank_if_one_has_no_board_or_is_alone(
         assert on_streams(ranks, lambda transport: transport.launches) == [None] * ranks
 
 
+def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_and_holds_no_memory_then() -> None:
+    def program(transport: Transport) -> bool:
+        fold, launches = _fold_by_nccl(transport, equal_hosts(transport), CPU), transport.launches
+        assert launches is not None
+        tag = Tag(Kind.REDUCE_SCATTER, "bucket 0", 1)
+        fold.reduce_scatter(torch.ones(8), [0, 2, 4, 6, 8], torch.empty(2), start=None, tag=tag).wait()
+        under_way = launches.ledger._waited[-1][1].args[0]  # type: ignore[attr-defined]
+        assert launches.ledger.oldest() == 0
+        assert not hasattr(under_way, "_operands")
+        under_way._returned = mock.Mock(ended=lambda: False)
+        return launches.ledger.oldest() == 1
+
+    assert on_streams(4, program) == [True] * 4
+
+
+def test_transfers_that_are_under_way_together_have_ended_when_all_have() -> None:
+    ended, pending = (SimpleNamespace(ended=lambda value=value: value) for value in (True, False))
+    assert Several([ended, ended]).ended()
+    assert not Several([ended, pending]).ended()
+
+
 def test_a_mesh_that_is_a_part_of_its_group_has_no_board() -> None:
     """Its ranks are not all that a sentinel would wait for."""
     store = dist.HashStore()
@@ -204,6 +228,19 @@ def ledger_of(*numbers: int) -> Ledger:
     for number in numbers:
         ledger.add(gather(number))
     return ledger
+
+
+def test_a_history_finds_the_first_difference_among_the_last_launches() -> None:
+    common = list(range(KEPT + 10))
+    longer, other = ledger_of(*common, 1, 2, 3).history(), ledger_of(*common, 1, 7).history()
+    assert len(longer) == KEPT
+    assert first_difference(longer, other) == first_difference(other, longer) == KEPT + 12
+    assert first_difference(longer, ledger_of(*common).history()) == 0
+    assert first_difference(longer, ledger_of(1).history()) == 0, "that is not known any more"
+    assert compare([longer, longer, other, other], 2) is None, "replicas may gather other units"
+    found = compare([longer, longer, other, longer], 2)
+    assert found is not None
+    assert found.text.startswith(f"rank 2 is in {describe(gather(7))}, but rank 3 is in {describe(gather(2))} (launch ")
 
 
 def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:

@@ -15,14 +15,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from collectives import Kind, Loopback, Pairwise, Tag, Traffic, Transport, Work, on_threads
+from collectives import Algorithm, Kind, Loopback, Pairwise, Ring, Shared, Tag, Traffic, Transport, Work, on_threads
 from collectives.backend import Backend, Pending
 from collectives.links.messenger import ACK, ACK_PORT, PORTS
 from collectives.messages import HEADER_BYTES
 from collectives.pool import Pool
 
+from ..support.carried import between_hosts, reduction
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import rows
 from ..support.sockets import Wire
@@ -199,3 +201,17 @@ def test_traffic_is_what_the_backend_sent(stage: int) -> None:
         sent = sum(size for _, port, size, _ in messages if port != ACK_PORT)
         assert sent == counted.payload_sent + counted.control_sent
     assert_balanced([counted for _, counted in found])
+
+
+@pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
+def test_every_algorithm_counts_as_received_what_it_counts_as_sent(algorithm: Algorithm) -> None:
+    bounds = [0, 3, 5, 9]
+
+    def program(transport: Transport) -> Traffic:
+        collective, whole = algorithm(transport), torch.ones(9)
+        own = whole[bounds[transport.rank] : bounds[transport.rank + 1]]
+        collective.reduce_scatter(whole, bounds, own, start=None, tag=reduction(round_=1)).wait()
+        collective.all_gather(whole, bounds, tag=Tag(Kind.ALL_GATHER, "whole", 1)).wait()
+        return collective.transport.traffic
+
+    assert_balanced(on_threads(3, program))
