@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from collectives.algorithms.ordered_sum import ordered_sum
-from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of, nvrtc
+from collectives.kernels import LIMBS, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
 from collectives.kernels.self_check import awkward, same
@@ -32,8 +32,6 @@ from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Step
 from ..support.programs import check as check_program
 from ..support.rows import only
-
-CHECKS = (check.sums_agree, check.norms_agree, check.products_agree, check.masters_agree)
 
 
 @pytest.fixture(params=DEVICES)
@@ -52,44 +50,29 @@ def kernels(device: torch.device) -> DeviceKernels:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("agrees", CHECKS, ids=lambda agrees: agrees.__name__)
-def test_a_kernel_has_the_bits_of_operators(
-    agrees: Callable[[DeviceKernels, torch.device], bool], kernels: DeviceKernels, device: torch.device
-) -> None:
-    assert agrees(kernels, device)
-
-
-def gradients(seed: int, device: torch.device) -> list[Tensor]:
-    """Return tensors of one kind of values: ordinary, of many magnitudes, subnormal, huge, almost or quite zero."""
-    generator = torch.Generator().manual_seed(seed)
-    magnitude = (1.0, 1.0, 1e-41, 3e37, 0.0, 0.0, 10.0 ** (seed % 13 - 6))[seed % 7]
-    tensors = []
-    for number, dtype in enumerate(sorted(NORM_TYPES, key=str)):
-        values = torch.randn(1 + (seed * 7919 + number * 31) % 700, dtype=torch.float64, generator=generator)
-        if seed % 7 == 1:
-            values *= torch.exp(25 * torch.randn(len(values), dtype=torch.float64, generator=generator))
-        limit = torch.finfo(dtype).max
-        tensors.append((values * magnitude).clamp(-limit, limit).to(dtype).to(device))
-        if seed % 7 == 4:
-            tensors[-1][-1] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return tensors
+def test_each_kernel_has_the_bits_of_operators(kernels: DeviceKernels, device: torch.device) -> None:
+    assert check.first_wrong(kernels, device) is None
 
 
 def test_norm_and_factor_of_a_clip_are_those_of_exact_sums_on_the_host(
     kernels: DeviceKernels, device: torch.device
 ) -> None:
-    for seed in range(350):
-        tensors, copies, max_norm = gradients(seed, device), (1, 3, 8)[seed % 3], (1.0, 0.3, 5.0, 1e39)[seed % 4]
+    """Infinite and NaN elements are told apart."""
+    bad = [(math.inf,), (math.nan,), (math.inf, math.nan), (3e38, 3e38)]
+    cases = [[torch.tensor([1.0, *values], device=device)] for values in bad]
+    for seed, tensors in enumerate([*(check.gradients(seed, device) for seed in range(5)), *cases]):
+        copies = (1, 3, 8)[seed % 3]  # as if so many ranks had added theirs
         limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
         kernels.norm_limbs(tensors, limbs)
         part = PowerSum.of(tensors, 2.0)
-        assert sum(limb << 32 * place for place, limb in enumerate(limbs[:-2].tolist())) == part.units
-        whole = PowerSum(2.0, part.units * copies)
-        norm, factor = kernels.clip_factor(limbs * copies, max_norm)  # as if so many ranks had added theirs
-        expected = whole.norm(torch.float32)
-        assert same(norm.cpu(), expected), seed
-        assert same(factor.cpu(), clip_factor(expected, max_norm)), seed
-        assert norm.shape == factor.shape == ()
+        if part.units:
+            assert sum(limb << 32 * place for place, limb in enumerate(limbs[:-2].tolist())) == part.units
+        expected = replace(part, units=part.units * copies).norm(torch.float32)
+        for max_norm in ((1.0, 0.3, 5.0, 1e39)[seed % 4], math.inf):
+            norm, factor = kernels.clip_factor(limbs * copies, max_norm)
+            assert same(norm.cpu(), expected), seed
+            assert same(factor.cpu(), clip_factor(expected, max_norm)), seed
+            assert norm.shape == factor.shape == ()
 
 
 def test_a_norm_is_the_same_however_tensors_are_cut_into_blocks_and_launches(
@@ -104,18 +87,6 @@ def test_a_norm_is_the_same_however_tensors_are_cut_into_blocks_and_launches(
         assert sums[-1].max() < 2**43 * launches, "so that 2**20 launches, of all ranks, cannot overflow a limb"
     settled = [sum(limb << 32 * place for place, limb in enumerate(limbs.tolist())) for limbs in sums]
     assert len(set(settled)) == 1
-
-
-def test_infinite_and_nan_elements_are_told_apart(kernels: DeviceKernels, device: torch.device) -> None:
-    for bad in ((math.inf,), (math.nan,), (math.inf, math.nan), (3e38, 3e38)):
-        tensor = torch.tensor([1.0, *bad], device=device)
-        limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
-        kernels.norm_limbs([tensor], limbs)
-        expected = PowerSum.of([tensor], 2.0).norm(torch.float32)
-        for max_norm in (1.0, math.inf):
-            norm, factor = kernels.clip_factor(limbs, max_norm)
-            assert same(norm.cpu(), expected)
-            assert same(factor.cpu(), clip_factor(expected, max_norm))
 
 
 def test_what_a_kernel_writes_has_its_version_raised_and_nothing_else_is_written(
@@ -147,43 +118,34 @@ def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(
         assert masters.view(torch.int32).tolist() == ([0x7F812345] * 3 + [params.float()[3].view(torch.int32)]) * 4
 
 
-@pytest.mark.parametrize("place", [0, 64, 65])
 def test_the_sum_of_more_parts_than_a_launch_adds_may_be_written_to_any_of_them(
-    place: int, kernels: DeviceKernels, device: torch.device
+    kernels: DeviceKernels, device: torch.device
 ) -> None:
-    parts = [awkward(33, torch.float32, device, 3 * number) for number in range(66)]
-    expected = torch.empty_like(parts[0])
-    check.plain_sum(parts, expected)
-    kernels.ordered_sum(parts, parts[place])
-    assert same(parts[place], expected)
+    for place in (0, 64, 65):
+        parts = [awkward(33, torch.float32, device, 3 * number) for number in range(66)]
+        expected = torch.empty_like(parts[0])
+        check.plain_sum(parts, expected)
+        kernels.ordered_sum(parts, parts[place])
+        assert same(parts[place], expected)
 
 
 def test_a_part_of_two_dimensions_stands_for_its_rows() -> None:
     kernels, start, rows = built_kernels(), torch.rand(37), torch.rand(70, 37).bfloat16()
     total, expected = torch.empty(37), torch.empty(37)
-    kernels.ordered_sum([start, rows], total)
     kernels.ordered_sum([start, *rows], expected)
-    assert same(total, expected)
-    ordered_sum([start, rows], total)
-    assert same(total, expected)
+    for add in (kernels.ordered_sum, ordered_sum):
+        add([start, rows], total)
+        assert same(total, expected)
 
 
-def test_empty_tensors_launch_nothing() -> None:
+def test_empty_tensors_launch_nothing_and_hundreds_are_read_or_written_in_three_launches() -> None:
     launched: list[str] = []
     kernels, empty = built_kernels(launched.append), torch.empty(0)
     kernels.ordered_sum([empty, empty], empty)
-    kernels.norm_limbs([empty], torch.zeros(LIMBS, dtype=torch.int64))
-    kernels.scale_([empty], torch.tensor(1.0))
-    kernels.follow([empty], [empty.bfloat16()])
-    assert launched == []
-
-
-def test_hundreds_of_tensors_are_read_or_written_in_three_launches() -> None:
-    launched: list[str] = []
-    kernels, tensors = built_kernels(launched.append), [torch.ones(5) for _ in range(384)]
-    kernels.norm_limbs(tensors, torch.zeros(LIMBS, dtype=torch.int64))
-    kernels.scale_(tensors, torch.tensor(2.0))
-    kernels.follow(tensors, [tensor.bfloat16() for tensor in tensors])
+    for tensors in ([empty], [torch.ones(5) for _ in range(384)]):
+        kernels.norm_limbs(tensors, torch.zeros(LIMBS, dtype=torch.int64))
+        kernels.scale_(tensors, torch.tensor(2.0))
+        kernels.follow(tensors, [tensor.bfloat16() for tensor in tensors])
     assert launched == ["norm_limbs"] * 3 + ["scale"] * 3 + ["follow"] * 3
 
 
@@ -218,46 +180,39 @@ class Wrong(DeviceKernels):
             setattr(self, name, wrong if name == which else getattr(right, name))
 
 
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[found.Found]:
-    """Devices of CUDA that nobody has asked for kernels yet; `self_check` runs on the CPU in their place."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    first_wrong = found.first_wrong
-    monkeypatch.setattr(found, "first_wrong", lambda made, device: first_wrong(made, torch.device("cpu")))
-    return found.Found()
-
-
 @pytest.mark.parametrize("which", ["ordered_sum", "norm_limbs", "clip_factor", "scale_", "follow"])
 def test_a_kernel_of_other_bits_is_found_before_its_use(which: str) -> None:
     assert check.first_wrong(Wrong(built_kernels(), which), torch.device("cpu")) is not None
 
 
 def test_wrong_kernels_and_a_failed_compile_leave_the_operators_with_one_warning(
-    gpus: found.Found, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Other devices than those of CUDA have none. `self_check` runs on the CPU in their place."""
+
     def fail(device: torch.device) -> DeviceKernels:
         raise OSError("there is no NVRTC")
 
-    devices = [torch.device("cuda", index) for index in range(3)]
+    first_wrong, gpus = found.first_wrong, found.Found()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(found, "first_wrong", lambda made, device: first_wrong(made, torch.device("cpu")))
+    wrong, other, right = (torch.device("cuda", index) for index in range(3))
     monkeypatch.setattr(found.nvrtc, "kernels", lambda device: Wrong(built_kernels(), "scale_"))
     with pytest.warns(UserWarning, match=r"kernel 'scale' has other bits than torch's operators.*same bits"):
-        assert gpus.look_up(devices[0]) is None
+        assert gpus.look_up(wrong) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert gpus.look_up(devices[0]) is None, "asked again"
+        assert gpus.look_up(wrong) is None, "asked again"
         monkeypatch.setattr(found.nvrtc, "kernels", fail)
-        assert gpus.look_up(devices[1]) is None
+        assert gpus.look_up(other) is None
         monkeypatch.setattr(found.nvrtc, "kernels", lambda device: built_kernels())
-        made = gpus.look_up(devices[2])
+        made = gpus.look_up(right)
         assert made is not None
-        assert gpus.look_up(devices[2]) is made
+        assert gpus.look_up(right) is made
+        assert gpus.look_up(torch.device("cpu")) is gpus.look_up(torch.device("xpu", 0)) is None
     monkeypatch.setattr(found.nvrtc, "kernels", fail)
     with pytest.warns(UserWarning, match=r"cannot be compiled or started: there is no NVRTC"):
-        assert found.Found().look_up(devices[0]) is None
-
-
-def test_other_devices_have_none(gpus: found.Found, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpus.look_up(torch.device("cpu")) is gpus.look_up(torch.device("xpu", 0)) is None
+        assert found.Found().look_up(wrong) is None
     monkeypatch.setattr(torch.version, "cuda", None)  # as for ROCm
     assert gpus.look_up(torch.device("cuda", 0)) is None
 

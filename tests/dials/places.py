@@ -15,6 +15,8 @@ DIALS = (
         values={"none": {}, "disk": {"offload": True}},
         refused=[
             Refused({"offload": "cpu"}, "not 'cpu': give zero.Offload(\"cpu\") or zero.Offload(folder)"),
+            Refused({"offload": Offload("/missing")}, "offload: no file can be made in /missing"),
+            Refused({"offload": Offload(__file__)}, f"offload: no file can be made in {__file__}"),
             Refused({"offload": CPUOffloadPolicy()}, 'give zero.Offload("cpu", parameters="cpu", step="cpu")'),
             Refused(
                 {"offload": Offload("cpu", parameters="cpu"), "stage": 2},

@@ -2,11 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from collectives import solo
+
 from .record import Dial, Differs, Refused
 
 FACTOR = "must divide the number of ranks, 1, so be one of [1]"
 APART = "different models or optimizers"
 
+
+def mesh_of(ranks: Any, *names: str) -> DeviceMesh:
+    """Return a mesh as rank 0 has it, without process groups."""
+    return DeviceMesh("cpu", ranks, mesh_dim_names=names or None, _init_backend=False, _rank=0)
+
+
+def on_mesh(mesh: Any, words: str, **more: Any) -> Refused:
+    return Refused({"mesh": mesh, "process_group": None, **more}, words)
+
+
+SQUARE, TWICE = mesh_of([[0, 1], [2, 3]]), "both say which ranks share a copy: pass mesh= alone, or"
 DIALS = (
     Dial(
         name="stage",
@@ -34,7 +51,7 @@ DIALS = (
     Dial(
         name="collective",
         values={name: {"collective": name} for name in ("auto", "pairwise", "hierarchical", "shared")},
-        refused=[Refused({"collective": "tree"}, "collective")],
+        refused=[Refused({"collective": "tree"}, "collective must be one of auto, pairwise, … not 'tree'")],
         differs=[Differs({"collective": "ring"}, {"collective": "auto"}, APART)],
     ),
     Dial(
@@ -51,6 +68,24 @@ DIALS = (
                 {},
                 "rank 0 asked for stage=2, sharding_factor=1, reshard … but rank 1 for stage=2, sharding_factor=None",
             )
+        ],
+    ),
+    Dial(
+        name="mesh",
+        values={"none": {}},  # ranks that are threads have none: `tests.meshes`
+        refused=[
+            on_mesh([[0, 1], [2, 3]], "mesh must be a torch.distributed.device_mesh.DeviceMesh, not [[0, 1], [2, 3]]"),
+            on_mesh(
+                mesh_of([[[0, 1]], [[2, 3]]], "pp", "dp", "tp"),
+                'mesh has 3 dimensions (pp, dp, tp): pass the dimension that shards, as in mesh["dp"]',
+            ),
+            on_mesh(SQUARE, f"mesh= with process_group=: {TWICE}", process_group=solo()),
+            on_mesh(SQUARE, f"mesh= with sharding_factor=: {TWICE}", sharding_factor=2),
+            on_mesh(
+                mesh_of([[0, 1], [3, 2]]),
+                "the ranks of the mesh descend along dim1, [[0, 1], [3, 2]] … ascend along each dimension",
+            ),
+            on_mesh(mesh_of([1, 3]), "this process is not a rank of the mesh: build the optimizer on the mesh's ranks"),
         ],
     ),
 )

@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from collectives import Chain, Work, solo
+from collectives.algorithms.base import Launched
+from collectives.algorithms.ordered_sum import AddedAside, Aside, ordered_sum
 from zero import CheckpointManager, Offload, ZeroOptimizer, load, save
 
 from ..support.devices import DEVICE, HAS_GPU, deterministic, deterministic_products, on
-from ..support.models import build, odd_batches, odd_loss
+from ..support.models import build, odd_batches, odd_loss, seeded
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
-from .streams import PATTERNS, train, train_plainly
+from .streams import CYCLES, PATTERNS, train, train_plainly
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "fused": True}
 
@@ -50,23 +53,23 @@ def test_the_parts_of_a_step_may_have_streams_of_their_own(
         assert_same_bits(ours, theirs)
 
 
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss_of: Any) -> None:
+    for batch in batches:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 @each(1, stage=[1, 3], decay=[0.1, 1e-4])
 @pytest.mark.filterwarnings("ignore:Adam is not element-wise")
 def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, stage: int, decay: float) -> None:
     """On CUDA its kernel rounds the decay otherwise for some lengths: a parameter then has one owner."""
-    with torch.random.fork_rng():
-        torch.manual_seed(2)
-        model, batches = nn.Linear(701, 901), torch.randn(6, 4, 701)
-    plain = copy.deepcopy(model).to(device)
-    model, batches = model.to(device), batches.to(device)
+    model = seeded(2, lambda: nn.Linear(701, 901)).to(device)
+    plain, batches = copy.deepcopy(model), torch.randn(6, 4, 701, generator=torch.Generator().manual_seed(2)).to(device)
     options = {"lr": 1e-2, "weight_decay": decay, "fused": True}
     optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, **options)
-    reference = torch.optim.Adam(plain.parameters(), **options)
-    sides: list[tuple[nn.Module, torch.optim.Optimizer]] = [(model, optimizer), (plain, reference)]
-    for batch, (side, its_optimizer) in itertools.product(batches, sides):
-        side(batch).square().mean().backward()
-        its_optimizer.step()
-        its_optimizer.zero_grad()
+    for side, its_optimizer in ((model, optimizer), (plain, torch.optim.Adam(plain.parameters(), **options))):
+        take_steps(side, its_optimizer, batches, lambda side, batch: side(batch).square().mean())  # type: ignore[arg-type]
     optimizer.close()
     assert_same_model(model, plain)
 
@@ -77,21 +80,15 @@ def test_a_checkpoint_goes_from_a_device_to_another(
 ) -> None:
     """The states, the parameters and, on the same kind of device, the random generators."""
     first, second = (device if name == "there" else "cpu" for name in pair)
-    precision = PRECISIONS["bf16"] if stage % 2 else None
-    model = build().to(first)
-    options: dict[str, Any] = {"stage": stage, "mixed_precision": precision, "lr": 1e-2}
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, **options)
-    for batch in on(first, odd_batches(3)):
-        odd_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    options: dict[str, Any] = {"mixed_precision": PRECISIONS["bf16"] if stage % 2 else None, "lr": 1e-2}
+    optimizer = ZeroOptimizer(model := build().to(first), stage=stage, **options)
+    take_steps(model, optimizer, on(first, odd_batches(3)), odd_loss)
     save(tmp_path / "saved", optimizer)
     drawn = torch.rand(4, device=first)
     optimizer.consolidate_state_dict(0)
     states = optimizer.state_dict()
     optimizer.close()
-    again = build(7).to(second)
-    following = ZeroOptimizer(again, torch.optim.AdamW, **{**options, "stage": (stage + 1) % 4})
+    following = ZeroOptimizer(again := build(7).to(second), stage=(stage + 1) % 4, **options)
     load(tmp_path / "saved", following)
     if first == second:
         assert_same_bits(torch.rand(4, device=second), drawn)
@@ -104,25 +101,55 @@ def test_a_checkpoint_goes_from_a_device_to_another(
 @each(1)
 def test_saves_of_a_running_training_are_of_their_step(device: str, tmp_path: Path) -> None:
     """The files are written beside the steps that follow, from a copy on the host."""
-    model, batches = build().to(device), on(device, odd_batches(6))
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=3, **ADAMW)
-    expected = []
+    optimizer, expected = ZeroOptimizer(model := build().to(device), stage=3, **ADAMW), list[nn.Module]()
     with CheckpointManager(tmp_path, optimizer) as manager:
-        for step, batch in enumerate(batches, 1):
-            odd_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for step, batch in enumerate(on(device, odd_batches(6)), 1):
+            take_steps(model, optimizer, [batch], odd_loss)
             with optimizer.gathered():
-                expected.append([parameter.detach().clone() for parameter in model.parameters()])
+                expected.append(build(9).to(device))
+                expected[-1].load_state_dict(model.state_dict())
             manager.save(step)
-    optimizer.close()
-    for step, values in enumerate(expected, 1):
-        again = build(9).to(device)
-        following = ZeroOptimizer(again, torch.optim.AdamW, stage=1, **ADAMW)
+    for step, then in enumerate(expected, 1):
+        following = ZeroOptimizer(again := build(9).to(device), stage=1, **ADAMW)
         load(tmp_path / f"step-{step:08d}", following)
         following.close()
-        for ours, theirs in zip(again.parameters(), values, strict=True):
-            assert_same_bits(ours, theirs)
+        assert_same_model(again, then)
+
+
+class Adds:
+    """A work that adds three times the source, late, on the current stream."""
+
+    def __init__(self, source: Tensor, out: Tensor) -> None:
+        self._source, self._out = source, out
+
+    def wait(self) -> None:
+        if self._out.is_cuda:
+            torch.cuda._sleep(CYCLES)
+        ordered_sum([self._source] * 3, self._out)
+
+
+@each(1, is_awaited=[False, True])
+def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(device: str, is_awaited: bool) -> None:
+    """The kernel that adds runs on the stream aside, too."""
+    source, out = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
+    aside, found = Aside().of(source.device), list[Tensor]()
+    for number in range(8):
+        if source.is_cuda:
+            torch.cuda._sleep(CYCLES)
+        source.fill_(number)
+        adds: Any = Adds(source, out)
+        work: Work = adds
+        if aside is None:
+            work.wait()
+        else:
+            work = AddedAside(solo(), Launched(Chain(()), adds), aside, source.device, (source, out))
+            if is_awaited:
+                work.wait()
+            del work
+        found.append(out.clone())
+        source.zero_()
+        out.zero_()
+    assert torch.stack(found).unique(dim=1).flatten().tolist() == [3.0 * number for number in range(8)]
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the CPU has no CUDA graphs")
@@ -130,10 +157,7 @@ def test_saves_of_a_running_training_are_of_their_step(device: str, tmp_path: Pa
 def test_a_capture_for_a_cuda_graph_is_refused(device: str, stage: int) -> None:
     model, batch = nn.Linear(8, 8, device=device), torch.ones(4, 8, device=device)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
-    for _ in range(2):
-        model(batch).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, [batch] * 2, lambda model, batch: model(batch).sum())
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="CUDA graph"):
         model(batch).sum().backward()

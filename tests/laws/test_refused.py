@@ -26,7 +26,7 @@ def error_of_building(model: Any, group: Any, arguments: Mapping[str, Any]) -> s
     """Return the error of a constructor, behind which the model is as it was."""
     is_module = isinstance(model, nn.Module)
     before = {name: p.detach().clone() for name, p in model.named_parameters()} if is_module else {}
-    message = error_of(ZeroOptimizer, model, process_group=group, **arguments)
+    message = error_of(ZeroOptimizer, model, **{"process_group": group, **arguments})
     if is_module:
         assert is_plain(model)
         assert_same_value({name: p.detach() for name, p in model.named_parameters()}, before, "after an error")

@@ -1,52 +1,86 @@
-"""Offload to disk: the same bits, states that are read before their step, and an error if the disk is full."""
+"""States and gradients that leave a device's memory: the same bits, overlapped copies, bounded memory, errors.
+
+There is no device here: the CPU takes its place. That copies on a side stream are awaited is shown by
+`test_streams_are_ordered`; `test_cuda` runs the same on a GPU, if there is one.
+"""
 
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import os
 import re
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collectives import Transport, on_threads, solo
-from zero import Offload, ZeroOptimizer
-from zero.runtime.offload import OffloadedStates
+from collectives.pool import holders
+from zero import Offload, ZeroOptimizer, setup
+from zero.runtime.flat_states import BucketStates
+from zero.runtime.offload import HostOffload, OffloadedStates
 
-from ..contract.space import HABITS
 from ..support.errors import error_of
-from ..support.models import odd_batches, odd_loss
+from ..support.models import build, odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_model, assert_same_states
-from ..support.programs import Program, check, locked_build
-from ..support.rows import rows
+from ..support.parts import parts_of
+from ..support.plain import assert_same_states
+from ..support.programs import Program, Round, Step, check
+from ..support.rows import only, rows
+from ..support.sides import OnRank, Side, same_as_plain
 
-STEPS = (*HABITS["no sync"], *HABITS["norms"])
-ROWS: list[tuple[int, int, str, str | None, bool]] = rows(  # ranks, stage, class, precision; copied to another device
-    [
-        (2, 1, "adamw", None, True),
-    ],
-    [
-        (2, 2, "adagrad", "bf16", False),
-        (1, 3, "adagrad", None, True),
-    ],
+CPU = torch.device("cpu")
+SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
+OFF, ON = Round(sync=False), Round()
+STEPS = (
+    Step((OFF, OFF, ON), ((0.3, 1.0), (0.2, 3.0))),
+    Step((OFF, OFF), clear="zeros", step=False),
+    Step((ON, OFF), ((0.1, 2.0),), divisor=7.5, clear="module zeros"),
+    Step((ON, OFF, ON, OFF), clear="module"),
+    Step(),
 )
+HOST, DISK = Offload("cpu"), Offload("/tmp")
+PROGRAMS = {
+    "1 on disk": Program(2, 1, "adamw", offload=DISK, steps=STEPS),
+    "1": Program(2, 1, "adagrad", offload=HOST),
+    "2 fused": Program(2, 2, "adamw fused", offload=HOST),
+    "3 in bf16": Program(1, 3, precision=PRECISIONS["bf16"], offload=HOST),
+    "0, memory is cheap": Program(1, 0, bucket_cap_mb=SMALL, steps=STEPS),
+    "2, memory is cheap": Program(2, 2, bucket_cap_mb=SMALL, steps=STEPS),
+    "0 in bf16, memory is cheap": Program(1, 0, bucket_cap_mb=SMALL, precision=PRECISIONS["bf16"], steps=STEPS),
+    "3 in bf16, memory is cheap": Program(2, 3, bucket_cap_mb=SMALL, precision=PRECISIONS["bf16"], steps=STEPS),
+}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[1]}-{row[2]}{'-copied' * row[4]}")
-def test_states_on_disk_change_no_bit(row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also as if parameters were on a GPU: states are copied there for a step, and back."""
-    world_size, stage, optimizer, precision, copied = row
-    if copied:
-        monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    mixed = PRECISIONS[precision] if precision else None
-    check(Program(world_size, stage, optimizer, steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
-    assert list(tmp_path.iterdir()) == []
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy states for each step, as if parameters were on a device."""
+    backend = setup.backend_for
+    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr(
+        setup, "backend_for", lambda offload, at: HostOffload(CPU) if offload is HOST else backend(offload, at)
+    )
+
+
+@pytest.fixture
+def memory_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give back what no backward needs, as on an accelerator, where memory is taken and given in microseconds."""
+    for module in ("collectives.pool", "zero.runtime.accumulator"):
+        monkeypatch.setattr(f"{module}.worth_keeping", lambda device: False)
+
+
+@pytest.mark.parametrize("name", only(PROGRAMS, "1 on disk", "3 in bf16", "0 in bf16, memory is cheap"))
+def test_what_leaves_a_devices_memory_changes_no_bit(name: str, request: pytest.FixtureRequest) -> None:
+    request.getfixturevalue("memory_is_cheap" if "cheap" in name else "elsewhere")
+    check(PROGRAMS[name])
 
 
 class Replacing(torch.optim.SGD):
@@ -62,53 +96,125 @@ class Replacing(torch.optim.SGD):
                     p.sub_(kept["m"], alpha=group["lr"])
 
 
+def take_step(side: Side, step: int) -> None:
+    side.train(lambda model, rank: odd_loss(model, odd_batches(1, 10 * step + rank)[0]))
+    side.step()
+    side.clear()
+
+
 @pytest.mark.parametrize("staged", [False, True])
 def test_states_that_a_class_makes_anew_are_those_that_are_kept(
     tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dict does not know where they were kept, and one of live states may be loaded."""
+
+    def loop(side: Side) -> None:
+        for step in range(4):
+            take_step(side, step)
+            if isinstance(side, OnRank):
+                before, parameters = side.optimizer.state_dict(), side.optimizer.param_groups[0]["params"]
+                live = {index: dict(side.optimizer.state[parameters[index]]) for index in before["state"]}
+                side.optimizer.load_state_dict({**before, "state": live})
+                assert_same_states(side.optimizer.state_dict(), before)
+
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: staged)
-    ours, plain = locked_build(0), locked_build(0)
-    zero = ZeroOptimizer(ours, Replacing, stage=1, process_group=solo(), lr=0.1, offload=Offload(tmp_path))
-    sgd = Replacing(plain.named_parameters(), lr=0.1)
-    for step in range(4):
-        for model, optimizer in ((ours, zero), (plain, sgd)):
-            optimizer.zero_grad()
-            odd_loss(model, odd_batches(1, step)[0]).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        before, parameters = zero.state_dict(), zero.param_groups[0]["params"]
-        assert_same_states(before, sgd.state_dict())
-        live = {index: dict(zero.state[parameters[index]]) for index in before["state"]}
-        zero.load_state_dict({**before, "state": live})
-        assert_same_states(zero.state_dict(), before)
-    zero.close()
-    assert_same_model(ours, plain)
+    same_as_plain(loop, build, Replacing, 1, lr=0.1, settings={"stage": 1, "offload": Offload(tmp_path)})
 
 
-def test_what_is_written_for_one_bucket_leaves_memory_before_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When master weights are made, in a step, and when a dict is loaded."""
-    here: set[OffloadedStates] = set()
-    tensor, evict = OffloadedStates.tensor, OffloadedStates.evict
+class Interrupted(torch.optim.AdamW):
+    """An optimizer that is interrupted once, after some buckets."""
 
-    def made(this: OffloadedStates, *given: Any) -> Tensor:
-        assert here <= {this}
-        here.add(this)
-        return tensor(this, *given)
+    left = 0
 
-    def evicted(this: OffloadedStates, flats: Any) -> None:
-        here.discard(this)
-        evict(this, flats)
+    def step(self, closure: Any = None) -> Any:
+        Interrupted.left -= 1
+        if Interrupted.left == 0:
+            raise KeyboardInterrupt
+        return super().step(closure)
 
-    monkeypatch.setattr(OffloadedStates, "tensor", made)
-    monkeypatch.setattr(OffloadedStates, "evict", evicted)
-    model, settings = locked_build(0), {"bucket_cap_mb": 0.0005, "offload": Offload(tmp_path)}
-    optimizer = ZeroOptimizer(model, mixed_precision=PRECISIONS["bf16"], process_group=solo(), **settings)  # type: ignore[arg-type]
-    odd_loss(model, odd_batches(1)[0]).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.usefixtures("elsewhere")
+def test_what_an_interrupted_step_left_is_no_state_of_the_next(on_disk: bool) -> None:
+    def loop(side: Side) -> None:
+        for step in range(2):
+            take_step(side, step)
+        if isinstance(side, OnRank):
+            weights = {name: value.clone() for name, value in side.model.state_dict().items()}
+            states = side.optimizer.state_dict()
+            take_step(side, 2)
+            Interrupted.left = 4
+            with pytest.raises(KeyboardInterrupt):
+                take_step(side, 4)
+            assert Interrupted.left == 0
+            side.clear()
+            side.model.load_state_dict(weights)
+            side.optimizer.load_state_dict(states)
+        for step in range(2, 4):
+            take_step(side, step)
+
+    settings = {"stage": 0, "bucket_cap_mb": 0.0005, "offload": DISK if on_disk else HOST}
+    same_as_plain(loop, build, Interrupted, 1, lr=1e-2, settings=settings)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+EVENTS = {"prefetch": "fetch", "plan": "begin", "adopt_states": "stepped", "evict": "back", "free_copies": "free"}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_one_bucket_arrives_and_one_leaves_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = list[tuple[str, int]]()  # what is done with the states of a bucket, and its number
+
+    def note(name: str, event: str) -> None:
+        done = getattr(BucketStates, name)
+
+        def noted(self: BucketStates, *arguments: Any) -> Any:
+            store = self._store  # there is none in a trial of the class
+            if store is not None and (store.staged or event != "free"):
+                told.append((event, self.bucket.index))
+            return done(self, *arguments)
+
+        monkeypatch.setattr(BucketStates, name, noted)
+
+    for name, event in EVENTS.items():
+        note(name, event)
+    optimizer = ZeroOptimizer(model := build(), process_group=solo(), offload=HOST, bucket_cap_mb=0.0005)
+    for step in range(3):
+        told.clear()
+        take_step(OnRank(model, optimizer), step)
+    assert max(Counter(told).values()) == 1
+    place, fetched = {event: number for number, event in enumerate(told)}, [b for event, b in told if event == "fetch"]
+    assert len(fetched) > 4
+    here: set[int] = set()
+    for event, bucket in told:
+        if event == "fetch":
+            here.add(bucket)
+        elif event == "free":
+            here.remove(bucket)
+        assert len(here) <= 3
     assert not here
+    for bucket in fetched:
+        assert place["fetch", bucket] < place["begin", bucket] < place["stepped", bucket] < place["back", bucket]
+    for bucket, following in itertools.pairwise(fetched):
+        assert place["fetch", following] < place["begin", bucket]
+        assert place["stepped", following] < place["free", bucket]  # the copy back is not awaited earlier
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_between_steps_no_page_of_the_file_is_mapped_and_describe_says_what_is_elsewhere(tmp_path: Path) -> None:
+    """`ci/runtime/test_offload_memory` looks at every moment of a step. The host's memory is there already."""
+    optimizer = ZeroOptimizer(model := nn.Linear(64, 64), process_group=solo(), offload=Offload(tmp_path))
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    mapped = rf"{re.escape(str(tmp_path))}.* \(deleted\)\n(?:.*\n)*?Rss: +(\d+) kB"
+    assert set(re.findall(mapped, Path("/proc/self/smaps").read_text())) == {"0"}
+    found = optimizer.describe()
+    assert found.offloaded_bytes >= 8 * (64 * 64 + 64)
+    assert f"elsewhere      {found.offloaded_bytes:>14,}" in str(found)
+    with pytest.warns(UserWarning, match="the parameters are on the CPU: nothing to do"):
+        optimizer = ZeroOptimizer(nn.Linear(2, 2), offload=HOST)
+    assert optimizer.describe().offloaded_bytes == 0
 
 
 def test_states_of_an_option_from_a_dict_are_on_disk_too(tmp_path: Path) -> None:
@@ -122,24 +228,69 @@ def test_states_of_an_option_from_a_dict_are_on_disk_too(tmp_path: Path) -> None
     assert optimizer.describe().offloaded_bytes >= 4 * 72
 
 
-def test_describe_says_what_is_elsewhere_and_the_hosts_memory_is_there_already(tmp_path: Path) -> None:
-    optimizer = ZeroOptimizer(nn.Linear(64, 64), offload=Offload(tmp_path))
-    found = optimizer.describe()
-    assert found.offloaded_bytes >= 8 * (64 * 64 + 64)
-    assert f"elsewhere      {found.offloaded_bytes:>14,}" in str(found)
-    with pytest.warns(UserWarning, match="the parameters are on the CPU: nothing to do"):
-        optimizer = ZeroOptimizer(nn.Linear(2, 2), offload=Offload("cpu"))
-    assert optimizer.describe().offloaded_bytes == 0
+def held(transport: Transport, stage: int, divisor: float | None = None) -> list[int]:
+    """Train two steps. Return the bytes of gradients after the backwards."""
+    arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": divisor}
+    optimizer = ZeroOptimizer(model := build(), bucket_cap_mb=SMALL, **arguments)
+    parts, found = parts_of(optimizer), []
+    for batch in odd_batches(2, extra=False):
+        for _ in range(2):
+            odd_loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            found.append(optimizer.describe().bytes["gradients"])
+            assert parts.shard_group.pool.held_bytes == 0
+        optimizer.step()
+        buffers = [tensor.detach() for bucket in parts.storage.buckets for tensor in bucket.grad.tensors()]
+        optimizer.zero_grad()
+        assert optimizer.describe().bytes["gradients"] == parts.shard_group.pool.held_bytes == 0
+        assert [holders(buffer) for buffer in buffers] == [0] * len(buffers) != [], "a view is kept"
+    return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_between_steps_no_page_of_the_file_is_mapped(tmp_path: Path) -> None:
-    """`ci/runtime/test_offload_memory` looks at every moment of a step."""
-    optimizer = ZeroOptimizer(model := nn.Linear(64, 64), process_group=solo(), offload=Offload(tmp_path))
-    model(torch.ones(64)).sum().backward()
-    optimizer.step()
-    mapped = rf"{re.escape(str(tmp_path))}.* \(deleted\)\n(?:.*\n)*?Rss: +(\d+) kB"
-    assert set(re.findall(mapped, Path("/proc/self/smaps").read_text())) == {"0"}
+@pytest.mark.parametrize(("world_size", "stage"), rows([(1, 0), (1, 2)], [(2, 0), (2, 1), (2, 3)]))
+@pytest.mark.usefixtures("memory_is_cheap")
+def test_between_steps_no_gradient_and_no_scratch_takes_memory(world_size: int, stage: int) -> None:
+    """One rank that divides by 1 keeps sum and mean once."""
+    for found in on_threads(world_size, lambda transport: held(transport, stage)):
+        assert len(set(found)) == 1
+        assert found[0] > 0
+    if (world_size, stage) == (1, 0):
+        assert [2 * each for each in found] == held(solo(), 0, 3.0)
+
+
+def test_reserved_states_lie_in_one_block_of_their_length() -> None:
+    """Torch's allocator of pinned memory would round each up to a power of two."""
+    wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
+    host = HostOffload(CPU)
+    host.reserve(wanted)
+    tensors = [host.empty(*each) for each in wanted]
+    assert [(tensor.numel(), tensor.dtype) for tensor in tensors] == wanted
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()} == {tensors[0].data_ptr()}
+    assert tensors[0].untyped_storage().nbytes() == 448 + 64 + 320
+    for number, tensor in enumerate(tensors):
+        assert not tensor.count_nonzero()
+        tensor.fill_(number + 1)
+    assert all(tensor.eq(number + 1).all() for number, tensor in enumerate(tensors)), "they do not overlap"
+    later = host.empty(5, torch.float32)
+    assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
+
+
+def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot be pinned is an error, and what was pinned before is used on."""
+    runtime, gpu = Mock(), torch.device("cuda", 1)
+    runtime.cudaHostRegister.side_effect = (0, 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    host = HostOffload(gpu)
+    host.reserve([(1000, torch.float32)])
+    with pytest.raises(ValueError, match=r"offload: 4,032 bytes of the host's memory cannot be pinned \(CUDA error 2"):
+        host.reserve([(1000, torch.float32)])
+    tensor = host.empty(1000, torch.float32)
+    address = tensor.data_ptr()
+    assert runtime.mock_calls == [call.cudaHostRegister(address, 4032, 0), call.cudaHostRegister(ANY, 4032, 0)]
+    del host
+    gc.collect()
+    assert runtime.mock_calls[2:] == [call.synchronize(gpu), call.cudaHostUnregister(address)]
+    assert not tensor.count_nonzero(), "it is still memory"
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -151,14 +302,13 @@ def full(*_: Any) -> None:
 
 def test_a_full_disk_is_an_error_before_anything_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk of only one rank is full."""
-    reserve = os.posix_fallocate
+    reserve, is_full = os.posix_fallocate, threading.local()
     monkeypatch.setattr(
-        os, "posix_fallocate", lambda *given: (full if threading.current_thread().name == "full" else reserve)(*given)
+        os, "posix_fallocate", lambda *given: (full if getattr(is_full, "now", False) else reserve)(*given)
     )
 
     def program(transport: Transport) -> str:
-        threading.current_thread().name = "full" if transport.rank == 1 else "empty"
-        model = locked_build(0)
+        is_full.now, model = transport.rank == 1, build()
         memory = [parameter.data_ptr() for parameter in model.parameters()]
         said = error_of(ZeroOptimizer, model, process_group=transport, offload=Offload(tmp_path))
         assert [parameter.data_ptr() for parameter in model.parameters()] == memory
@@ -167,19 +317,6 @@ def test_a_full_disk_is_an_error_before_anything_has_changed(tmp_path: Path, mon
     told = on_threads(2, program)
     assert told[0].startswith("ValueError: rank 1: offload: ")
     assert all("do not fit into" in text and "No space left on device" in text for text in told)
-
-
-def test_what_cannot_be_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    for folder in (tmp_path / "missing", tmp_path / "file"):
-        with pytest.raises(ValueError, match=f"offload: no file can be made in {folder}"):
-            ZeroOptimizer(nn.Linear(2, 2), offload=Offload(folder))
-    wrong: Any
-    for wrong in ("", 3):
-        with pytest.raises(TypeError, match="offload"):
-            Offload(wrong)
-    with pytest.raises(TypeError, match="offload"):
-        ZeroOptimizer(nn.Linear(2, 2), offload="/tmp")  # type: ignore[arg-type]
 
 
 def test_a_further_group_has_room_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,3 +335,9 @@ def test_a_further_group_has_room_of_its_own(tmp_path: Path, monkeypatch: pytest
     assert optimizer.describe().offloaded_bytes == before
     optimizer.add_param_group({"params": further})
     assert optimizer.describe().offloaded_bytes == 2 * before
+
+
+@pytest.mark.parametrize("wrong", ["", 3])
+def test_a_place_is_a_folder_or_the_host(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="offload"):
+        Offload(wrong)

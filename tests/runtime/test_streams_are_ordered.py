@@ -1,20 +1,27 @@
-"""Whatever streams the parts of a step, of a save or of an average are on, no access is unordered."""
+"""Whatever streams the parts of a step, of a save or of an average are on, no access is unordered.
+
+The CPU takes the place of a device (`stream_checker`), collectives run on a stream of their own (`stream_backend`), and
+autograd runs each node on the stream of its forward (`stream_autograd`). The programs wait where a plain loop must, and
+nowhere else: at stages 0 to 2 a forward waits for the step that wrote its parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
-from collectives import Chain, Choice, Collective, Transport, solo
+from collectives import Chain, Transport, solo
 from collectives.algorithms.base import Launched
 from collectives.algorithms.ordered_sum import AddedAside, Aside
 from collectives.topology import _fold_by_nccl, _replicas_by_nccl
-from zero import Offload, ShardedAverage, load, save, setup
+from zero import Offload, ShardedAverage, ZeroOptimizer, load, save, setup
 from zero.core.layout import BucketSpec
 from zero.gradients import reducer
 from zero.gradients.reducer import Division
@@ -22,7 +29,7 @@ from zero.parameters.gathered.units import GatheredBuffer, GatheredUnit, Gathere
 from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.state import device_memory
 from zero.state.device_memory import DeviceMemory
-from zero.step import update
+from zero.step import partition, update
 from zero.step.classes import UserOptimizers
 from zero.step.update import Update
 
@@ -31,54 +38,130 @@ from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
 from .stream_backend import on_streams
-from .stream_checker import Stream, StreamChecker, here
-from .towers import BATCH, EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
+from .stream_checker import Stream, StreamChecker, here, off, pretend
 
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch, unseen: None) -> None:
-    watch(monkeypatch)
+    """Let the checker take the CPU for a device, but for the tensors of trials, which are thrown away."""
+    pretend(monkeypatch)
+    choose = partition.choose_partitions
+
+    def choose_unwatched(*arguments: Any) -> Any:
+        with _disable_current_modes(), off():
+            return choose(*arguments)
+
+    monkeypatch.setattr(setup, "choose_partitions", choose_unwatched)
 
 
+WIDTH = 8
+BATCH = torch.ones(2, WIDTH)
+CAP = 0.0008  # MiB: buckets of two layers
+
+
+class Towers(nn.Module):
+    """Two towers whose layers are registered, and run, in turn: a bucket has gradients of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, batch: Tensor, here: Stream, beside: Stream) -> Tensor:
+        """``here``: the current stream; ``beside``: that of the second tower."""
+        left = right = batch
+        beside.wait_stream(here)
+        for number in range(0, len(self.layers), 2):
+            left = torch.tanh(self.layers[number](left))
+            with beside:
+                right = torch.tanh(self.layers[number + 1](right))
+        here.wait_stream(beside)
+        return ((left + right) * self.scale).square().mean()
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The streams of the parts of a step, by name."""
+
+    forwards: tuple[str, str]  # of two micro-batches
+    backwards: tuple[str, str]
+    beside: str
+    clip: str
+    step: str
+    clear: str
+
+
+PATTERNS = {
+    "each part": Pattern(("f", "f2"), ("b", "b2"), "f", "clip", "step", "clear"),
+    "two towers": Pattern(("s", "s"), ("default", "default"), "t", "default", "default", "default"),
+    "side stream": Pattern(("s", "s"), ("s", "s"), "s", "default", "default", "default"),
+    "in turn": Pattern(("s", "t"), ("s", "t"), "t", "u", "s", "t"),
+}
+TOWERS, EACH, IN_TURN = PATTERNS["two towers"], PATTERNS["each part"], PATTERNS["in turn"]
+
+
+class Training:
+    """A model and its optimizer on one rank's device, with streams by name."""
+
+    def __init__(self, device: StreamChecker, transport: Transport, stage: int, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.device, self.stage = device, stage
+        self._streams = {"default": device.default}
+        self.model = Towers()
+        options = {"bucket_cap_mb": CAP, "collective": "all_to_all", "lr": 0.01, "fused": True, **options}
+        self.optimizer = ZeroOptimizer(self.model, torch.optim.AdamW, stage=stage, process_group=transport, **options)
+        self.written_on = "default"
+        self.adds_aside = transport.world_size > 1 and options["collective"] not in ("pairwise", "native")
+
+    def on(self, name: str) -> Stream:
+        if name not in self._streams:
+            self._streams[name] = self.device.stream(name)
+        return self._streams[name]
+
+    def forward(self, here: str, beside: str) -> Tensor:
+        if self.stage < 3:
+            self.on(here).wait_stream(self.on(self.written_on))
+        with self.on(here):
+            loss: Tensor = self.model(BATCH, self.on(here), self.on(beside))
+        return loss
+
+    def backwards(self, pattern: Pattern) -> None:
+        for forward, backward in zip(pattern.forwards, pattern.backwards, strict=True):
+            loss = self.forward(forward, pattern.beside)
+            with self.on(backward):
+                self.device.backward(loss)
+
+    def step(self, pattern: Pattern) -> None:
+        with self.on(pattern.clip):
+            self.optimizer.clip_grad_norm_(0.1)
+        with self.on(pattern.step):
+            self.optimizer.step()
+        self.written_on = pattern.step
+        with self.on(pattern.clear):
+            self.optimizer.zero_grad()
+
+    def steps(self, *patterns: Pattern) -> None:
+        for pattern in patterns:
+            self.backwards(pattern)
+            self.step(pattern)
+
+
+def check(world_size: int, stage: int, program: Callable[[Training], None], **options: Any) -> None:
+    """Run a program on every rank, and raise what the rank's checker has found."""
+
+    def run(transport: Transport) -> None:
+        with StreamChecker() as device:
+            training = Training(device, transport, stage, **options)
+            program(training)
+            with training.on("end"):
+                training.optimizer.close()
+
+    run(solo()) if world_size == 1 else on_streams(world_size, run)
+
+
+Call = Callable[[Training, Path], None]
 STEPS = (Step((Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
-ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stage, options
-    [
-        ("two towers", 2, 2, {}),
-        ("each part", 1, 0, {}),
-        ("each part", 2, 0, {}),
-    ],
-    [
-        ("each part", 2, 0, {"collective": "pairwise"}),
-        ("in turn", 2, 1, {}),
-        ("each part", 2, 3, {}),
-        ("in turn", 1, 3, BF16),
-        ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
-        ("two towers", 1, 1, {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}),
-        ("in turn", 2, 2, {"collective": "native"}),
-    ],
-)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
-def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> None:
-    pattern, world_size, stage, options = row
-
-    def program(training: Training) -> None:
-        training.steps(PATTERNS[pattern])
-        with training.optimizer.no_sync():
-            training.backwards(PATTERNS[pattern])
-        training.step(PATTERNS[pattern])
-        if world_size > 1 and "collective" not in options:
-            adds_aside(training)
-
-    check(world_size, stage, program, **options)
-
-
-def adds_aside(training: Training) -> None:
-    """Assert that sums were formed on one stream beside all others."""
-    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
-    assert aside.clock[aside]
 
 
 @pytest.mark.first(1)
@@ -120,30 +203,7 @@ def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: boo
         out.zero_()
 
 
-def on_two_hosts(transport: Transport) -> Collective:
-    """Return `fold` by process groups of two hosts."""
-    return _fold_by_nccl(transport, equal_hosts(transport), CPU)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "stage"), rows([("side stream", 2)], [("two towers", 2), ("each part", 0), ("in turn", 3)])
-)
-def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: str, stage: int) -> None:
-    def program(training: Training) -> None:
-        training.steps(PATTERNS[pattern], PATTERNS[pattern])
-        adds_aside(training)
-
-    check(4, stage, program, collective=on_two_hosts)
-
-
-def test_sums_that_go_from_replica_to_replica_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are formed in the wait: the sum of the replicas before comes after the launch."""
-
-    def build(group: Transport, *_: Any) -> Choice:
-        return _replicas_by_nccl(group, [range(2), range(2, 4)])
-
-    monkeypatch.setattr(setup, "build_collective", build)
-    check(4, 2, lambda training: training.steps(EACH), sharding_factor=2)
+# -- where states and parameters are -----------------------------------------------------------------------------------
 
 
 class Apart(HostOffload):
@@ -155,32 +215,34 @@ class Apart(HostOffload):
             super().reserve(listed)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3)], [(2, 1)]))
-def test_copies_of_offloaded_states_are_ordered(
-    world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
-
-    def program(training: Training) -> None:
-        training.steps(EACH)
-        with training.on("reader"):
-            training.optimizer.consolidate_state_dict(None)
-            save(tmp_path / "saved", training.optimizer)
-        training.steps(IN_TURN)
-
-    check(world_size, stage, program, offload=Offload("cpu"))
+def states_on_the_host(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
+    patch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
 
 
-@pytest.fixture
-def parameters_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def parameters_on_the_host(patch: pytest.MonkeyPatch) -> None:
     """The host divides sums, clips, and, where it is asked to, steps."""
-    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
+    states_on_the_host(patch)
     for module in (reducer, update):
-        monkeypatch.setattr(module, "wait_for_host", waits)
+        patch.setattr(module, "wait_for_host", waits)
     for owner, name in ((Division, "divide"), (Update, "norm_sum"), (Update, "clip"), (UserOptimizers, "step")):
-        done_by_the_host(monkeypatch, owner, name)
+        done_by_the_host(patch, owner, name)
+
+
+def lent(patch: pytest.MonkeyPatch) -> None:
+    """Memory may be taken from the device and given back."""
+    patch.setattr(device_memory, "is_on_device", lambda tensor: True)
+    patch.setattr(device_memory, "HostOffload", Apart)
+    patch.setattr(DeviceMemory, "_wait", lambda self: here().synchronize())
+
+
+def replicas_of_two(patch: pytest.MonkeyPatch) -> None:
+    """Sums are formed in the wait: the sum of the replicas before comes after the launch."""
+    patch.setattr(setup, "build_collective", lambda group, *_: _replicas_by_nccl(group, [range(2), range(2, 4)]))
+
+
+def on_the_device(patch: pytest.MonkeyPatch) -> None:
+    """All is on the device."""
 
 
 def waits(buckets: Iterable[BucketSpec]) -> None:
@@ -201,53 +263,12 @@ def done_by_the_host(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> 
     monkeypatch.setattr(owner, name, on_host)
 
 
-ON_HOST: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu")}
-STEPPED_THERE: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu", step="cpu")}
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
-    ("world_size", "options"),
-    rows([(1, {}), (2, BF16)], [(1, BF16), (2, {}), (2, {"prefetch_depth": 2}), (4, {"reshard_after_forward": 2})]),
-)
-@pytest.mark.usefixtures("parameters_on_the_host")
-def test_copies_of_parameters_on_the_host_are_ordered(world_size: int, options: dict[str, Any]) -> None:
-    def program(training: Training) -> None:
-        training.steps(EACH, IN_TURN)
-        with training.on("reader"):
-            training.optimizer.consolidate_state_dict(None)
-        training.steps(EACH)
-
-    check(world_size, 3, program, **ON_HOST, **options)
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize(("world_size", "options"), rows([(1, {}), (2, BF16)], [(1, BF16), (2, {})]))
-@pytest.mark.usefixtures("parameters_on_the_host")
-def test_a_step_on_the_host_comes_behind_every_copy_and_before_the_next(
-    world_size: int, options: dict[str, Any]
-) -> None:
-    """Behind those of gradients, and those of weights for an evaluation that is under way."""
-
-    def program(training: Training) -> None:
-        training.steps(EACH, IN_TURN)
-        training.backwards(EACH)
-        with training.on("evaluation"), torch.no_grad():
-            training.model(BATCH, training.on("evaluation"), training.on("beside"))
-        training.step(EACH)
-        with training.on("reader"):
-            training.optimizer.consolidate_state_dict(None)
-        training.steps(TOWERS)
-
-    check(world_size, 3, program, **STEPPED_THERE, **options)
-
-
 @pytest.mark.parametrize(("world_size", "depth"), rows([(1, 1)], [(2, 1), (1, 2), (1, 0)]))
-@pytest.mark.usefixtures("parameters_on_the_host")
 def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     world_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So the copies for the next units run beside it."""
+    parameters_on_the_host(monkeypatch)
     under_way: dict[tuple[int, int], tuple[Stream, int]] = {}  # by rank and unit: the copy's stream, and its number
     beside: list[tuple[int, int]] = []
     copy, install, reshard = GatheredBuffer.copy_kept, GatheredUnits.install, GatheredUnits.reshard
@@ -279,43 +300,63 @@ def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     assert sorted(set(beside)) == sorted({*forward, *backward})
 
 
-@pytest.mark.usefixtures("parameters_on_the_host")
-def test_memory_of_a_copy_that_is_given_up_is_used_behind_it() -> None:
-    def program(training: Training) -> None:
-        manager = training.optimizer._storage.manager
-        (buffer,) = manager.units[1].gathered.buffers
-        buffer.begin_gather(torch.empty)
-        with manager.gathered._copying(buffer):
-            buffer.copy_kept()
-        buffer.end_gather()
-        torch.ones(1)  # in its memory
-
-    check(1, 3, program, **ON_HOST)
+# -- programs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3), (2, 1)], [(2, 3), (1, 0)]))
-def test_copies_of_memory_that_is_lent_are_ordered(
-    world_size: int, stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_memory, "is_on_device", lambda tensor: True)
-    monkeypatch.setattr(device_memory, "HostOffload", Apart)
-    monkeypatch.setattr(DeviceMemory, "_wait", lambda self: here().synchronize())
-
-    def program(training: Training) -> None:
-        training.on("takes back")  # the host's wait orders the streams that there are
-        for pattern in (EACH, IN_TURN):
-            training.steps(pattern)
-            with training.on("lends"):
-                training.optimizer.offload()
-            with training.on("takes back"):
-                training.optimizer.reload()
-            training.written_on = "takes back"
-        training.steps(EACH)
-
-    check(world_size, stage, program)
+def adds_aside(training: Training) -> None:
+    """Assert that sums were formed on one stream beside all others."""
+    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
+    assert aside.clock[aside]
 
 
-# -- calls beside the parts of a step ----------------------------------------------------------------------------------
+def parts_of_a_step(pattern: str) -> Call:
+    def program(training: Training, path: Path) -> None:
+        training.steps(PATTERNS[pattern])
+        with training.optimizer.no_sync():
+            training.backwards(PATTERNS[pattern])
+        training.step(PATTERNS[pattern])
+        training.steps(PATTERNS[pattern])
+        if training.adds_aside:
+            adds_aside(training)
+
+    return program
+
+
+def steps(training: Training, path: Path) -> None:
+    """With parameters on the host, a step comes behind every copy, also those for an evaluation that is under way."""
+    training.steps(EACH, IN_TURN)
+    training.backwards(EACH)
+    if training.stage == 3:
+        with training.on("evaluation"), torch.no_grad():
+            training.model(BATCH, training.on("evaluation"), training.on("beside"))
+    training.step(EACH)
+    with training.on("reader"):
+        training.optimizer.consolidate_state_dict(None)
+        save(path, training.optimizer)
+    training.steps(TOWERS)
+
+
+def lends(training: Training, path: Path) -> None:
+    training.on("takes back")  # the host's wait orders the streams that there are
+    for pattern in (EACH, IN_TURN):
+        training.steps(pattern)
+        with training.on("lends"):
+            training.optimizer.offload()
+        with training.on("takes back"):
+            training.optimizer.reload()
+        training.written_on = "takes back"
+    training.steps(EACH)
+
+
+def given_up(training: Training, path: Path) -> None:
+    """Memory of a copy that is given up is used behind it."""
+    manager = training.optimizer._storage.manager
+    (buffer,) = manager.units[1].gathered.buffers
+    buffer.begin_gather(torch.empty)
+    with manager.gathered._copying(buffer):
+        buffer.copy_kept()
+    buffer.end_gather()
+    torch.ones(1)  # in its memory
 
 
 def scaled(training: Training, path: Path) -> None:
@@ -417,17 +458,49 @@ def joined(training: Training, path: Path) -> None:
     training.steps(TOWERS)
 
 
-CALLS: list[tuple[Callable[[Training, Path], None], int, int]] = [  # program, ranks, stage
-    (scaled, 2, 1),
-    *[(read_and_written, 1, 0), (read_and_written, 2, 3)],
-    (gathered, 2, 3),
-    *[(averaged, 1, 3), (averaged, 2, 2)],
-    (joined, 2, 1),
-]
-FIRST_CALLS = [(scaled, 2, 1), (read_and_written, 1, 0), (gathered, 2, 3), (averaged, 1, 3)]
+FOLDED = {"collective": lambda transport: _fold_by_nccl(transport, equal_hosts(transport), CPU)}
+SENT_IN_BF16 = {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}
+SENT_IN_FP32 = {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}
+STATES_ON_HOST = {"offload": Offload("cpu")}
+ON_HOST = {"offload": Offload("cpu", parameters="cpu")}
+STEPPED_THERE = {"offload": Offload("cpu", parameters="cpu", step="cpu")}
+CASES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], Call]] = {
+    **{name: (on_the_device, parts_of_a_step(name)) for name in PATTERNS},
+    "replicas": (replicas_of_two, steps),
+    "states on the host": (states_on_the_host, steps),
+    "parameters on the host": (parameters_on_the_host, steps),
+    "given up": (parameters_on_the_host, given_up),
+    "lent": (lent, lends),
+    **{call.__name__: (on_the_device, call) for call in (scaled, read_and_written, gathered, averaged, joined)},
+}
+ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # name, ranks, stage, options
+    [
+        *[("each part", 1, 0, {}), ("each part", 2, 0, {}), ("two towers", 2, 2, {}), ("side stream", 4, 2, FOLDED)],
+        *[("replicas", 4, 2, {"sharding_factor": 2}), ("states on the host", 1, 3, STATES_ON_HOST)],
+        *[("parameters on the host", 1, 3, ON_HOST), ("parameters on the host", 2, 3, STEPPED_THERE | BF16)],
+        *[("given up", 1, 3, ON_HOST), ("lent", 1, 3, {}), ("lent", 2, 1, {}), ("scaled", 2, 1, {})],
+        *[("read_and_written", 1, 0, {}), ("gathered", 2, 3, {}), ("averaged", 1, 3, {})],
+    ],
+    [
+        *[("each part", 2, 0, {"collective": "pairwise"}), ("each part", 2, 3, {}), ("each part", 4, 0, FOLDED)],
+        *[("two towers", 1, 1, SENT_IN_FP32), ("two towers", 4, 2, FOLDED), ("side stream", 2, 1, SENT_IN_BF16)],
+        *[("in turn", 2, 1, {}), ("in turn", 1, 3, BF16), ("in turn", 2, 2, {"collective": "native"})],
+        *[("in turn", 4, 3, FOLDED), ("states on the host", 2, 1, STATES_ON_HOST)],
+        *[("parameters on the host", 2, 3, ON_HOST | BF16), ("parameters on the host", 1, 3, ON_HOST | BF16)],
+        ("parameters on the host", 2, 3, ON_HOST | {"prefetch_depth": 2}),
+        ("parameters on the host", 4, 3, ON_HOST | {"reshard_after_forward": 2}),
+        *[("parameters on the host", 1, 3, STEPPED_THERE), ("parameters on the host", 2, 3, STEPPED_THERE)],
+        *[("lent", 2, 3, {}), ("lent", 1, 0, {}), ("read_and_written", 2, 3, {})],
+        *[("averaged", 2, 2, {}), ("joined", 2, 1, {})],
+    ],
+)
 
 
-@pytest.mark.parametrize("row", only(CALLS, *FIRST_CALLS), ids=lambda row: f"{row[0].__name__}-{row[1]}-{row[2]}")
-def test_calls_beside_the_parts_of_a_step_are_ordered(row: Any, tmp_path: Path) -> None:
-    program, world_size, stage = row
-    check(world_size, stage, lambda training: program(training, tmp_path / "saved"))
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
+def test_no_access_is_unordered_on_whatever_streams_calls_are(
+    row: tuple[str, int, int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, world_size, stage, options = row
+    prepare, program = CASES[name]
+    prepare(monkeypatch)
+    check(world_size, stage, lambda training: program(training, tmp_path / "saved"), **options)

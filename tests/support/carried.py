@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,8 +22,6 @@ from collectives import (
     Kind,
     Loopback,
     Pairwise,
-    Ring,
-    Shared,
     Tag,
     Transport,
 )
@@ -55,7 +52,6 @@ def folded(transport: Transport) -> Collective:
     return collectives.Fold(transport, equal_hosts(transport), Pairwise(transport))
 
 
-EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
 FEWER = settings(max_examples=settings().max_examples // 3)  # a third of the profile's: each example starts threads
 
 

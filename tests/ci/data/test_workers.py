@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,57 +26,39 @@ class Counted(Dataset[int]):
         return index
 
 
-@contextmanager
-def loaded(rank: int, world: int, workers: int) -> Iterator[tuple[MicroBatchSampler, Any, Counted]]:
-    data = Counted()
-    sampler = MicroBatchSampler(data, SIZE, rank, world, per_step=PER_STEP)
-    more: dict[str, Any] = {"persistent_workers": True, "timeout": 60} if workers else {}
-    loader = DataLoader(data, batch_sampler=sampler, num_workers=workers, **more)
-    yield sampler, loader, data
-    del loader  # its workers end with it
-
-
-def plain(epoch: int, start: int = 0) -> list[list[int]]:
-    sampler = MicroBatchSampler(SAMPLES, SIZE, 0, 1, per_step=PER_STEP)
-    sampler.set_epoch(epoch, start)
-    return list(sampler)
-
-
-def test_persistent_workers_load_a_ranks_micro_batches_alone_in_every_epoch() -> None:
+def test_persistent_workers_load_a_ranks_micro_batches_alone_and_a_position_is_what_was_trained() -> None:
+    """In the last epoch two ranks train three steps, while workers load more; three ranks train the rest."""
+    plain = []
+    for epoch in range(3):
+        sampler = MicroBatchSampler(SAMPLES, SIZE, 0, 1, per_step=PER_STEP)
+        sampler.set_epoch(epoch)
+        plain.append(list(enumerate(sampler)))
+    states = list[dict[str, Any]]()
     for rank in range(2):
-        with loaded(rank, 2, workers=2) as (sampler, loader, data):
-            for epoch in range(3):
-                data.loads.zero_()
-                sampler.set_epoch(epoch)
-                assert len(loader) == len(sampler)
-                dealt = [batch.tolist() for batch in loader]
-                assert dealt == [b for number, b in enumerate(plain(epoch)) if number % PER_STEP % 2 == rank]
-                mine = {index for batch in dealt for index in batch}
-                assert data.loads.tolist() == [int(index in mine) for index in range(SAMPLES)]
-
-
-def test_a_position_is_what_was_trained_though_workers_have_loaded_more() -> None:
-    """Two ranks train three steps of an epoch; three ranks train the rest, without workers."""
-    states = []
-    for rank in range(2):
-        with loaded(rank, 2, workers=2) as (sampler, loader, _):
-            sampler.set_epoch(1)
-            batches = iter(loader)
-            for _ in range(3):
-                for _ in range(PER_STEP // 2):
-                    next(batches)
-                sampler.step()
-            states.append(sampler.state_dict())
-            batches = None
+        data = Counted()
+        sampler = MicroBatchSampler(data, SIZE, rank, 2, per_step=PER_STEP)
+        loader = DataLoader(data, batch_sampler=sampler, num_workers=2, persistent_workers=True, timeout=60)
+        for epoch in range(2):
+            data.loads.zero_()
+            sampler.set_epoch(epoch)
+            assert len(loader) == len(sampler)
+            dealt = [batch.tolist() for batch in loader]
+            assert dealt == [batch for number, batch in plain[epoch] if number % PER_STEP % 2 == rank]
+            mine = {index for batch in dealt for index in batch}
+            assert data.loads.tolist() == [int(index in mine) for index in range(SAMPLES)]
+        sampler.set_epoch(2)
+        batches = iter(loader)
+        for _ in range(3):
+            for _ in range(PER_STEP // 2):
+                next(batches)
+            sampler.step()
+        states.append(sampler.state_dict())
+        del batches, loader  # its workers end with it
     assert states[0] == states[1]
-    assert (states[0]["epoch"], states[0]["trained"]) == (1, 3 * PER_STEP)
-    rest: list[list[list[int]]] = []
+    assert (states[0]["epoch"], states[0]["trained"]) == (2, 3 * PER_STEP)
     for rank in range(3):
-        with loaded(rank, 3, workers=0) as (sampler, loader, _):
-            sampler.load_state_dict(states[0])
-            sampler.set_epoch(1)
-            rest.append([batch.tolist() for batch in loader])
-    expected: list[list[list[int]]] = [[], [], []]
-    for number, batch in enumerate(plain(1, 3 * PER_STEP)):
-        expected[number % PER_STEP % 3].append(batch)
-    assert rest == expected
+        sampler = MicroBatchSampler(SAMPLES, SIZE, rank, 3, per_step=PER_STEP)
+        sampler.load_state_dict(states[0])
+        sampler.set_epoch(2)
+        rest = plain[2][3 * PER_STEP :]
+        assert list(sampler) == [batch for number, batch in rest if number % PER_STEP % 3 == rank]

@@ -1,4 +1,4 @@
-"""A rank that fails at any step is named by all at once, and no rank waits for a send that may be lost with it.
+"""A rank that disagrees, aborts or fails at any step is named by all at once, and no rank waits for a lost send.
 
 Each send, receive and wait of a rank is a step at which it may fail. Ranks are threads; `test_deaths` has processes.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +23,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import collectives
 from collectives import (
+    Algorithm,
     Collective,
     CollectiveError,
     Hierarchical,
     Kind,
     Loopback,
+    MismatchError,
     Pairwise,
+    PeerError,
     Replicated,
     Ring,
     Shared,
@@ -41,16 +45,17 @@ from collectives import (
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _World
 from collectives.links import messenger
-from collectives.messages import GoneError
+from collectives.links.control_plane import MESH_RANKS
+from collectives.links.messenger import SMALL
 from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
 from ..kills import LABEL, by_tree, halves, launch
-from ..support.carried import CPU, FEWER, FP32, folded, reduction
-from ..support.limits import BOUND
+from ..support.carried import FEWER, FP32, FP64, each, folded, hosts_of, jitter
+from ..support.late import LateLoopback
+from ..support.limits import PATIENT, at_once
 from ..support.programs import Program, compare, run_rank
 from ..support.rows import only, rows
-from ..support.sockets import meet, routed
 from .clock import Clocked
 
 PART = 1 << 13  # the least elements of a part here, so that large messages are sent in several
@@ -76,13 +81,102 @@ def _small_parts() -> Iterator[None]:
         yield
 
 
-FIRST = [
+# -- ranks that disagree -----------------------------------------------------------------------------------------------
+
+
+def enter(collective: Collective, tag: Tag, bounds: Sequence[int] = (0, 2, 4), dtype: torch.dtype = FP32) -> None:
+    """Enter the collective of a tag, and wait for it."""
+    t, whole = collective.transport, torch.ones(bounds[-1], dtype=dtype)
+    if tag.kind is Kind.EXCHANGE:
+        t.exchange(b"", tag)
+    elif tag.kind is Kind.ALL_GATHER:
+        collective.all_gather(whole, bounds, tag=tag).wait()
+    else:
+        out = torch.empty(bounds[t.rank + 1] - bounds[t.rank])
+        collective.reduce_scatter(whole, bounds, out, start=None, tag=tag).wait()
+
+
+FIRST = Tag(Kind.REDUCE_SCATTER, "the first", 3, 4, 5)
+SECOND = Tag(Kind.REDUCE_SCATTER, "the second", 3, 4, 5)
+OTHERS: dict[str, tuple[Any, ...]] = {  # the tag of rank 1, the bounds of each rank, the dtype of rank 1
+    "kind": (Tag(Kind.ALL_GATHER, "the first", 3, 4, 5),),
+    "label": (SECOND,),
+    "label, rank 0 has nothing": (SECOND, (0, 0, 4), (0, 0, 4)),
+    "label, rank 1 has nothing": (SECOND, (0, 4, 4), (0, 4, 4)),
+    "round": (Tag(Kind.REDUCE_SCATTER, "the first", 2, 4, 5),),
+    "index": (Tag(Kind.REDUCE_SCATTER, "the first", 3, 6, 5),),
+    "digest": (Tag(Kind.REDUCE_SCATTER, "the first", 3, 4, 6),),
+    "size": (FIRST, (0, 2, 4), (0, 3, 6)),
+}
+MIXED: dict[str, tuple[Any, ...]] = {  # bytes that a collective of the backend would mix
+    "exchange": (Tag(Kind.EXCHANGE, "consolidate"),),
+    "cut": (FIRST, (0, 2, 4), (0, 1, 4)),
+    "dtype": (FIRST, (0, 2, 4), (0, 2, 4), FP64),
+}
+OF_A_BACKEND = ("all_to_all", "native")
+
+
+@pytest.mark.parametrize("name", rows(["pairwise", "ring", "shared", "hierarchical", "native"], ["all_to_all"]))
+def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
+    """Before a byte of a collective of the backend moves, which would mix them."""
+    build: Algorithm = collectives.ALGORITHMS[name] if name in OF_A_BACKEND else ALGORITHMS[name]
+    for difference, (tag, *more) in (OTHERS | MIXED if name in OF_A_BACKEND else OTHERS).items():
+        first, second, *dtype = more or [(0, 2, 4)] * 2
+        given = (FIRST, first), (tag, second, *dtype)
+        make: Any = LateLoopback if name in OF_A_BACKEND else Loopback
+        with at_once():
+            errors = each(make(2, timeout=PATIENT), lambda t, given=given: enter(build(t), *given[t.rank]))
+        for rank, error in enumerate(errors):
+            assert isinstance(error, MismatchError), (difference, error)
+            for number, own in enumerate((FIRST, tag)):
+                said = f"{own.label} [{own.kind.name.lower()}, round {own.round}, index {own.index}]"
+                assert f"rank {number} is in {said}" in str(error), difference
+            if difference == "size" and name not in OF_A_BACKEND:
+                assert ("(8 and 12 bytes)", "(12 and 8 bytes)")[rank] in str(error)
+
+
+# -- a rank that gives up ----------------------------------------------------------------------------------------------
+
+WAITS: dict[str, Callable[[Transport], Any]] = {
+    "reduce_scatter": lambda t: enter(Shared(t), FIRST, range(0, 2 * t.world_size + 1, 2)),
+    "exchange": lambda t: t.exchange(b"", Tag(Kind.EXCHANGE, "step()")),
+    "meet": lambda t: t.meet(Tag(Kind.MEET, "step()"), lambda: None),
+    "fork": lambda t: t.fork(),
+}
+
+
+@pytest.mark.law("errors")
+@pytest.mark.parametrize("wait", WAITS)
+def test_an_abort_reaches_every_peer_with_its_reason(wait: str) -> None:
+    """Of any length and script. Every later call names it, too."""
+    for world_size, reason in ((2, "a" + "é" * 5000), (4, "the disk is full")):
+
+        def program(transport: Transport, reason: str = reason) -> None:
+            if transport.rank == 1:
+                transport.abort(reason)
+            else:
+                WAITS[wait](transport)
+
+        group = Loopback[Any](world_size, timeout=PATIENT)
+        with at_once():
+            errors = each(group, program)
+        for rank in set(range(world_size)) - {1}:
+            assert isinstance(errors[rank], PeerError), errors[rank]
+            assert "rank 1 failed" in str(errors[rank])
+            assert reason[:2000] in str(errors[rank])
+        for closed_by, again in itertools.product(group.transports, WAITS.values()):
+            with pytest.raises(CollectiveError, match=r"this communicator is closed.*build a new") as closed:
+                again(closed_by)
+            assert reason[:2000] in str(closed.value)
+
+
+BEGINNING = [
     *("pairwise all_gather", "pairwise meet", "ring all_gather", "ring exchange", "hierarchical all_gather"),
     *("shared all_gather", "shared meet", "tree exchange", "tree meet"),
 ]
 
 
-@pytest.mark.parametrize("row", only(ROWS, *FIRST))
+@pytest.mark.parametrize("row", only(ROWS, *BEGINNING))
 @given(
     world_size=st.integers(2, 4),
     victim=st.integers(0, 3),
@@ -129,32 +223,6 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
     for rank, error in errors.items():
         assert error.startswith(f"rank {rank}, in {LABEL}: rank {victim} failed: "), error
         assert "the disk is full" in error or "ZeroDivisionError" in error
-
-
-READERS: dict[str, Callable[[Transport], Transport]] = {
-    "threads": lambda t: t,
-    "a host": lambda t: Transport(meet(t)),
-    "a host of two": lambda t: routed(t, [[0, 1], [2]]),
-}
-
-
-@pytest.mark.parametrize("place", READERS)
-def test_a_rank_whose_memory_is_read_learns_that_the_reader_failed(place: str) -> None:
-    kept = list[Transport]()  # else the end of a connection would tell it
-
-    def program(transport: Transport) -> None:
-        t = READERS[place](transport)
-        kept.append(t)
-        if t.rank == 0:
-            exposed = t.expose(t.scratch(4, FP32, CPU), [(1, 0, 4)], reduction())
-            with pytest.raises(CollectiveError, match="rank 1 failed: the disk is full") as caught:
-                exposed.wait()
-            assert isinstance(caught.value.__cause__, GoneError), "a time limit ended it, not a message"
-        elif t.rank == 1:
-            t.map_buffers([(0, 4)], FP32, reduction()).wait()
-            t.abort("the disk is full")
-
-    Loopback[None](3, timeout=BOUND).run(program)
 
 
 class HearingWorld(_World):
@@ -264,3 +332,78 @@ def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monk
         found = Clocked[Any](2).run(lambda transport: run_rank(program, transport))
         if algorithm != "ring":
             compare(program, found)
+
+
+# -- a tree of hosts ---------------------------------------------------------------------------------------------------
+
+TELLING = Tag(Kind.EXCHANGE, "telling")
+LIMIT = 100.0  # virtual seconds
+THREE_HOSTS = [[0, 1, 2], [3, 4], [5], [6]]
+
+
+@given(data=st.data())
+@FEWER
+def test_every_rank_has_every_message(data: st.DataObject) -> None:
+    """Short ones, long ones, and those that are too long together."""
+    world_size = data.draw(st.integers(2, 7))
+    hosts = data.draw(hosts_of(world_size))
+    lengths = st.sampled_from([0, 1, 300, SMALL // 2, SMALL, SMALL + 1, 3 * SMALL])
+    plan = data.draw(st.lists(st.lists(lengths, min_size=world_size, max_size=world_size), min_size=1, max_size=3))
+    seed = data.draw(st.none() | st.integers(0, 1000), "delays")
+
+    def program(transport: Transport) -> None:
+        transport.route(hosts)
+        for number, sizes in enumerate(plan):
+            messages = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+            tag = Tag(Kind.EXCHANGE, "telling", number)
+            assert transport.exchange(messages[transport.rank], tag) == messages
+
+    Loopback[None](world_size, interfere=None if seed is None else jitter(seed)).run(program)
+
+
+def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
+    def program(transport: Transport) -> bool:
+        return collectives.build(transport, Pairwise).collective.transport.is_routed
+
+    assert Loopback[bool](MESH_RANKS).run(program) == [False] * MESH_RANKS
+    assert Loopback[bool](MESH_RANKS + 1).run(program) == [True] * (MESH_RANKS + 1)
+
+
+@pytest.mark.parametrize("late", [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}], ids=str)
+def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, float]) -> None:
+    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so. The first
+    of a host comes within the limit after the others."""
+    group = Clocked[list[bytes]](7, timeout=LIMIT)
+
+    def program(transport: Transport) -> list[bytes]:
+        transport.route([[0, 1, 2], [3, 4, 5, 6]])
+        group.sleep(late.get(transport.rank, 0.0))
+        return transport.exchange(bytes([transport.rank]), TELLING)
+
+    assert group.run(program) == [[bytes([rank]) for rank in range(7)]] * 7
+    assert group.now == max(late.values())
+
+
+@pytest.mark.parametrize("row", [*((silent, None) for silent in range(7)), (5, 0), (5, 3)], ids=str)
+def test_a_rank_that_is_silent_is_named_by_all(row: tuple[int, int | None]) -> None:
+    """A rank that hears from nobody else raises after its own patience; the others as soon as a first one raises. A
+    rank that came late is not taken for the silent one."""
+    silent, late = row
+    hosts = THREE_HOSTS if late is None else [[0, 1, 2], [3, 4, 5, 6]]
+    group = Clocked[None](7, timeout=LIMIT)
+    given_up: list[float] = []
+
+    def program(transport: Transport) -> None:
+        transport.route(hosts)
+        if transport.rank == silent:
+            group.sleep(100 * LIMIT)
+            return
+        group.sleep(0.75 * LIMIT * (transport.rank == late))
+        with pytest.raises(CollectiveError, match=rf"(no answer from rank|rank) {silent} (after|failed)"):
+            transport.exchange(b"", TELLING)
+        given_up.append(group.now)
+
+    group.run(program)
+    assert len(given_up) == 6
+    assert min(given_up) >= LIMIT
+    assert max(given_up) <= 3 * LIMIT

@@ -25,7 +25,7 @@ from collectives import (
     on_threads,
 )
 
-from ..support.carried import EVERY, between_hosts, each, hosts_of, jitter, reduction
+from ..support.carried import between_hosts, each, hosts_of, jitter, reduction
 from ..support.limits import PATIENT
 from ..support.rows import rows
 
@@ -124,7 +124,7 @@ def test_rounds_in_which_nothing_is_sent_count_too() -> None:
     assert on_threads(3, program) == [2, 1, 0]
 
 
-@EVERY
+@pytest.mark.parametrize("algorithm", rows([Shared], [Pairwise, Ring, between_hosts]))
 def test_ranks_at_different_meetings_after_different_rounds_both_learn_of_both(algorithm: Algorithm) -> None:
     for ahead in (0, 2):
 
