@@ -228,7 +228,7 @@ class Rank(OnRank, Player):
             scaler.scale(torch.ones(()))
             scaler.unscale_(self.optimizer)
 
-        named = {name: getattr(zero, name) for name in zero.__all__} | {"rank": self.rank, "group": self.group}
+        named = {name: getattr(zero, name) for name in dir(zero)} | {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
         named |= {call.__name__: call for call in (within, backward, in_backward, edited, unscale)}
         return error_of(lambda: eval(command.call, named))
