@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,13 +34,8 @@ def copied(one_rank: RunOutput, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("first", "then", "both"),
     rows(
-        [
-            ((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--lr=0.01",)),
-        ],
-        [
-            (("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=bf16",)),
-            (("--stage=0",), ("--stage=2",), ("--precision=fp16", "--clip=0.5")),
-        ],
+        [((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--lr=0.01",))],
+        [(("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=fp16", "--clip=0.5"))],
     ),
 )
 def test_a_resumed_run_is_the_undisturbed_one(
@@ -107,10 +103,7 @@ def test_a_broken_checkpoint_is_reported_and_replaced(trained: Train, one_rank: 
 def test_a_last_save_that_fails_is_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def make_files(self: SaveFolder, sizes: dict[str, int]) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(SaveFolder, "make_files", make_files)
+    monkeypatch.setattr(SaveFolder, "make_files", Mock(side_effect=OSError(28, "No space left on device")))
     folder = tmp_path / "checkpoints"
     assert cli.main(flags(text, tmp_path / "out", "--ranks=1", f"--checkpoint={folder}"), "train") == 1
     assert f"error: rank 0 could not save {folder}/step-00000003: " in capsys.readouterr().err

@@ -67,12 +67,12 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     model = of_config(tmp_path)
     assert model == from_config(LLAMA_3_8B, tmp_path.name)
     assert of_config(tmp_path / "config.json") == replace(model, name="config"), "nothing names it"
-    for file, config, name in (
-        ("config.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ("llama8b.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "llama8b"),
-        ("llama8b.json", {**LLAMA_3_8B, "_name_or_path": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
+    for file, more, name in (
+        ("config.json", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ("llama8b.json", {"architectures": ["LlamaForCausalLM"]}, "llama8b"),
+        ("llama8b.json", {"_name_or_path": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
     ):
-        (tmp_path / file).write_text(json.dumps(config))
+        (tmp_path / file).write_text(json.dumps(LLAMA_3_8B | more))
         assert of_config(tmp_path / file).name == name
     assert model.transformer is not None
     assert (model.transformer.hidden, model.transformer.vocabulary) == (4096, 128256)

@@ -185,17 +185,15 @@ def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
             assert found.crossed == pytest.approx(found.sent), "between hosts of one rank all that is sent crosses"
 
 
+def at_stage_3(cluster: str, **changes: Any) -> dict[str, Any]:
+    return {**dict.fromkeys(SETTINGS), "cluster": cluster, "stage": 3, "reshard_after_forward": True, **changes}
+
+
 def test_units_that_are_gathered_further_ahead_are_awaited_no_longer_and_take_more_memory() -> None:
-    row = {
-        **dict.fromkeys(SETTINGS),
-        "cluster": "cpu:1x4",
-        "stage": 3,
-        "reshard_after_forward": True,
-        "micro_batches": 2,
-    }
-    found = [simulate(program({**row, "prefetch_depth": depth})).parts["gather"] for depth in (0, 1, 2)]
+    rows = [at_stage_3("cpu:1x4", micro_batches=2, prefetch_depth=depth) for depth in (0, 1, 2)]
+    found = [simulate(program(row)).parts["gather"] for row in rows]
     assert found[0] > found[1] >= found[2]
-    peaks = [PLAN.of_largest(setting_of({**row, "prefetch_depth": depth})).gathered_peak for depth in (0, 1, 2)]
+    peaks = [PLAN.of_largest(setting_of(row)).gathered_peak for row in rows]
     assert peaks == sorted(set(peaks))
 
 
@@ -204,8 +202,7 @@ def test_units_that_are_gathered_further_ahead_are_awaited_no_longer_and_take_mo
 def test_what_lies_in_the_hosts_memory_takes_its_bytes_over_the_host_link(
     offload: Offload, precision: Any, count: int
 ) -> None:
-    row = {**dict.fromkeys(SETTINGS), "cluster": "h100:4x1", "stage": 3, "reshard_after_forward": True}
-    row |= {"micro_batches": count, "mixed_precision": PRECISIONS[precision], "offload": offload}
+    row = at_stage_3("h100:4x1", micro_batches=count, mixed_precision=PRECISIONS[precision], offload=offload)
     here, gpu = PLAN.of_rank(setting_of(row), 0), cluster_of(row["cluster"]).gpu
     found, link = program(row), gpu.host_link
     weights = here.masters or here.parameters
@@ -249,16 +246,13 @@ def test_with_many_tokens_the_host_vanishes_behind_the_device() -> None:
 )
 def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, factor: float) -> None:
     before = cluster_of(row["cluster"])
-    if quicker == "nic":
-        after = replace(before, nic=before.nic * factor)
-    elif quicker in CALLS:
-        after = replace(before, calls=replace(before.calls, **{quicker: getattr(before.calls, quicker) / factor}))
-    elif quicker in ("ring_step", "base"):
-        time = getattr(before.network, quicker) / factor
-        after = replace(before, network=replace(before.network, **{quicker: time}))
-    else:
-        speed = getattr(before.gpu, quicker) or before.gpu.host_link  # a CPU has no memory of its host's
-        after = replace(before, gpu=replace(before.gpu, **{quicker: speed * factor}))
+    for name in ("", "calls", "network", "gpu"):  # the part of a cluster that has the number
+        part = getattr(before, name) if name else before
+        if hasattr(part, quicker):
+            value = getattr(part, quicker) or before.gpu.host_link  # a CPU has no memory of its host's
+            changed = replace(part, **{quicker: value / factor if name in ("calls", "network") else value * factor})
+            after = replace(before, **{name: changed}) if name else changed
+            break
     slow, fast = (simulate(program(row, cluster)) for cluster in (before, after))
     assert fast.seconds <= slow.seconds * (1 + 1e-9)
     assert (fast.sent, fast.crossed) == (slow.sent, slow.crossed)

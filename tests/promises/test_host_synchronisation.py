@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.programs import locked_build
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side, same_as_plain
 
 pytestmark = pytest.mark.law("host synchronisation")
 
@@ -179,24 +177,3 @@ def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
     """The control: on the CPU the library searches for edits when it releases a unit, which is recorded as a read."""
     for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
         assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
-
-
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: int) -> None:
-    """For loops that never call `zero_grad`; `.data` has a version counter of its own."""
-    batches = odd_batches(4)
-
-    def loop(side: Side) -> None:
-        for step in range(2):
-            side.train(lambda model, rank, step=step: odd_loss(model, batches[2 * step + rank]))  # type: ignore[misc]
-            side.step()
-            if isinstance(side, AsPlain):
-                side.clear("zeros")
-                continue
-            for parameter in side.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.data.zero_()
-
-    build = partial(locked_build, 0)
-    same_as_plain(loop, build, torch.optim.AdamW, world_size, settings={"stage": 0}, lr=1e-2)

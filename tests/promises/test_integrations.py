@@ -38,51 +38,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_plain_optimizer_is_converted_with_its_class_groups_arguments_states_and_schedulers(stage: int) -> None:
-    trained: list[tuple[nn.Module, Any]] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # a scheduler would warn if its optimizer took no step
-        for converts in (False, True):
-            model = network()
-            optimizer = adamw(model)
-            halving = LambdaLR(optimizer, lambda number: 0.5**number)
-            scheduler = ChainedScheduler([halving, ExponentialLR(optimizer, 0.9)], optimizer)
-            step(model, optimizer)
-            ours: torch.optim.Optimizer = convert(optimizer, model, {"stage": stage}) if converts else optimizer
-            for _ in range(3):
-                step(model, ours)
-                scheduler.step()
-            trained.append((model, ours))
-    (plain, reference), (model, zero) = trained
-    assert isinstance(zero, ZeroOptimizer)
-    assert_same_states(zero.state_dict(), reference.state_dict())
-    zero.close()
-    assert_same_model(model, plain)
-
-
-def test_a_plain_optimizer_of_two_modes_is_converted_in_its_mode() -> None:
-    trained: list[tuple[nn.Module, Any]] = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for converts in (False, True):
-            model = network()
-            optimizer = ScheduleFree(model.parameters(), beta=0.8)
-            scheduler = ExponentialLR(optimizer, 0.9)
-            optimizer.train()
-            step(model, optimizer)
-            ours: Any = convert(optimizer, model, {}) if converts else optimizer
-            step(model, ours)
-            scheduler.step()
-            ours.eval()
-            trained.append((model, ours))
-    (plain, reference), (model, zero) = trained
-    assert_same_states(zero.state_dict(), reference.state_dict())
-    assert zero.param_groups[0]["k"] == 2
-    zero.close()
-    assert_same_model(model, plain)
-
-
 class OfItsFirstGroup(torch.optim.SGD):
     """Steps with what its first group has."""
 
@@ -94,22 +49,41 @@ class OfItsFirstGroup(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-first["lr"])
 
 
-def test_a_class_that_reads_its_first_group_in_a_step_is_converted() -> None:
-    trained = []
-    for converts in (False, True):
-        model = network()
-        optimizer: Any = OfItsFirstGroup(model.parameters(), lr=0.5)
-        scheduler = ExponentialLR(optimizer, 0.5)
-        ours = convert(optimizer, model, {}) if converts else optimizer
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for _ in range(2):
+@pytest.mark.parametrize(
+    ("plain_of", "stage"),
+    [
+        (adamw, 2),
+        (adamw, 3),
+        (lambda model: ScheduleFree(model.parameters(), beta=0.8), 2),
+        (lambda model: OfItsFirstGroup(model.parameters(), lr=0.5), 2),
+    ],
+)
+def test_a_plain_optimizer_is_converted_with_its_class_groups_arguments_states_mode_and_schedulers(
+    plain_of: Callable[[nn.Module], Any], stage: int
+) -> None:
+    trained: list[tuple[nn.Module, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler would warn if its optimizer took no step
+        for converts in (False, True):
+            model = network()
+            optimizer = plain_of(model)
+            halving = LambdaLR(optimizer, lambda number: 0.5**number)
+            scheduler = ChainedScheduler([halving, ExponentialLR(optimizer, 0.9)], optimizer)
+            if isinstance(optimizer, ScheduleFree):
+                optimizer.train()
+            step(model, optimizer)
+            ours = convert(optimizer, model, {"stage": stage}) if converts else optimizer
+            for _ in range(3):
                 step(model, ours)
                 scheduler.step()
-        trained.append(model)
-        if converts:
-            ours.close()
-    assert_same_model(*trained)
+            if isinstance(optimizer, ScheduleFree):
+                ours.eval()
+            trained.append((model, ours))
+    (plain, reference), (model, zero) = trained
+    assert isinstance(zero, ZeroOptimizer)
+    assert_same_states(zero.state_dict(), reference.state_dict())
+    zero.close()
+    assert_same_model(model, plain)
 
 
 class Keeping(torch.optim.SGD):
@@ -120,53 +94,35 @@ class Keeping(torch.optim.SGD):
         self.patience = patience
 
 
-def of_another_model() -> None:
-    conversions = Conversions({}, "X", "set it up")
-    conversions.add(network())
-    conversions.convert(adamw(network()))
-
-
-def with_options_twice() -> None:
-    model = network()
-    conversions = Conversions({"stage": 3}, "X", "set it up")
-    conversions.add(model)
-    conversions.convert(ZeroOptimizer(model))
-
-
-def with_an_argument_that_is_lost() -> None:
-    model = network()
-    convert(Keeping(model.parameters()), model, {})
-
-
-def with_a_hook() -> None:
-    model = network()
+def with_a_hook(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = adamw(model)
     optimizer.register_step_post_hook(lambda *_: pytest.fail("the conversion calls a hook"))
-    convert(optimizer, model, {})
-
-
-def clip_of_a_part() -> None:
-    model = network()
-    conversions = Conversions({}, "X", "set it up")
-    conversions.add(model)
-    conversions.convert(adamw(model))
-    assert conversions.of(model.parameters()) is conversions.optimizers[0]
-    conversions.of(model[0].parameters())
+    return optimizer
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "words"),
+    ("plain_of", "error", "words"),
     [
-        (of_another_model, ValueError, "models that were set up do not have all parameters of the AdamW"),
-        (with_options_twice, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
-        (with_an_argument_that_is_lost, TypeError, "Keeping does not keep its arguments patience in its defaults"),
+        (lambda _: adamw(network()), ValueError, "models that were set up do not have all parameters of the AdamW"),
+        (ZeroOptimizer, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
+        (lambda model: Keeping(model.parameters()), TypeError, "Keeping does not keep its arguments patience in its"),
         (with_a_hook, ValueError, r"the AdamW has hooks \(_optimizer_step_post_hooks\), .* register them on the Zero"),
-        (clip_of_a_part, ValueError, "X clips all parameters of an optimizer"),
     ],
 )
-def test_what_cannot_be_converted_is_an_error(call: Callable[[], None], error: type[Exception], words: str) -> None:
+def test_what_cannot_be_converted_is_an_error(plain_of: Any, error: type[Exception], words: str) -> None:
+    model, conversions = network(), Conversions({"stage": 3}, "X", "set it up")
+    conversions.add(model)
     with pytest.raises(error, match=words):
-        call()
+        conversions.convert(plain_of(model))
+
+
+def test_a_clip_takes_all_parameters_of_an_optimizer() -> None:
+    model, conversions = network(), Conversions({}, "X", "set it up")
+    conversions.add(model)
+    optimizer = conversions.convert(adamw(model))
+    assert conversions.of(model.parameters()) is optimizer
+    with pytest.raises(ValueError, match="X clips all parameters of an optimizer"):
+        conversions.of(model[0].parameters())
 
 
 def test_a_copied_state_dict_keeps_ties() -> None:
@@ -228,54 +184,42 @@ def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: boo
     assert ("param_names" in group) is named
 
 
-def test_a_checkpoint_with_param_groups_that_a_callback_has_added_is_refused() -> None:
-    callbacks = pytest.importorskip("pytorch_lightning").callbacks
+def another_precision() -> dict[str, Any]:
+    from pytorch_lightning.plugins import Precision
+
+    return {"plugins": [type("Other", (Precision,), {"precision": "transformer-engine"})()]}
+
+
+def unfreezing(groups: int) -> dict[str, Any]:
+    """Return a callback that has added param groups to the first two."""
+    from pytorch_lightning import callbacks
 
     class Unfreezing(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
         def freeze_before_training(self, pl_module: Any) -> None: ...
 
-    unfreezing = Unfreezing()
-    for groups in (2, 3):
-        unfreezing.load_state_dict({"internal_optimizer_metadata": {0: [{}] * groups}})
-        if groups == 2:
-            fit_with({"callbacks": [unfreezing]})
-            continue
-        with pytest.raises(ValueError, match="has param groups that Unfreezing has added: resume from one"):
-            fit_with({"callbacks": [unfreezing]})
+    found = Unfreezing()
+    found.load_state_dict({"internal_optimizer_metadata": {0: [{}] * groups}})
+    return {"callbacks": [found]}
 
 
-def another_precision() -> Any:
-    from pytorch_lightning.plugins import Precision
-
-    return type("Other", (Precision,), {"precision": "transformer-engine"})()
-
-
-def callback(name: str) -> Any:
+def callback(name: str) -> dict[str, Any]:
     """Return a callback of Lightning as a user would build it, or skip where the release has none."""
     from pytorch_lightning import callbacks
 
     if not hasattr(callbacks, name):
         pytest.skip(f"this release has no {name}")
     needed = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ModelPruning": {"pruning_fn": "l1_unstructured"}}
-    return getattr(callbacks, name)(**needed.get(name, {}))
+    return {"callbacks": [getattr(callbacks, name)(**needed.get(name, {}))]}
 
 
-@pytest.mark.parametrize(
-    ("name", "remedy"),
-    [
-        ("WeightAveraging", "keep a zero.ShardedAverage"),
-        ("EMAWeightAveraging", "keep a zero.ShardedAverage"),
-        ("StochasticWeightAveraging", "keep a zero.ShardedAverage"),
-        ("ModelPruning", "prune the module before fit"),
-        ("BatchSizeFinder", "find the size with one process"),
-        ("LearningRateFinder", "find the rate with one process"),
-    ],
-)
-def test_a_callback_that_handles_parameters_itself_is_refused_by_name_with_a_remedy(name: str, remedy: str) -> None:
-    pytest.importorskip("pytorch_lightning")
-    given = callback(name)
-    with pytest.raises(ValueError, match=f"ZeroStrategy does not take the callback {name}: .*{remedy}"):
-        fit_with({"callbacks": [given]})
+CALLBACKS = {
+    "WeightAveraging": "keep a zero.ShardedAverage",
+    "EMAWeightAveraging": "keep a zero.ShardedAverage",
+    "StochasticWeightAveraging": "keep a zero.ShardedAverage",
+    "ModelPruning": "prune the module before fit",
+    "BatchSizeFinder": "find the size with one process",
+    "LearningRateFinder": "find the rate with one process",
+}
 
 
 @pytest.mark.parametrize(
@@ -283,16 +227,26 @@ def test_a_callback_that_handles_parameters_itself_is_refused_by_name_with_a_rem
     [
         (lambda: {"sync_batchnorm": True}, 1, "ZeroStrategy does not take sync_batchnorm"),
         (lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 1, "clips by norm, not by value"),
-        (lambda: {"plugins": [another_precision()]}, 1, "does not take the precision 'transformer-engine'"),
+        (another_precision, 1, "does not take the precision 'transformer-engine'"),
         (dict, 2, "ZeroStrategy takes one optimizer, not 2"),
+        (lambda: unfreezing(3), 1, "has param groups that Unfreezing has added: resume from one"),
+        *(
+            (lambda name=name: callback(name), 1, f"ZeroStrategy does not take the callback {name}: .*{remedy}")
+            for name, remedy in CALLBACKS.items()
+        ),
     ],
 )
-def test_arguments_of_a_trainer_that_cannot_be_obeyed_are_errors(
+def test_arguments_and_callbacks_of_a_trainer_that_cannot_be_obeyed_are_errors(
     arguments: Callable[[], dict[str, Any]], optimizers: int, words: str
 ) -> None:
     pytest.importorskip("pytorch_lightning")
     with pytest.raises(ValueError, match=words):
         fit_with(arguments(), optimizers)
+
+
+def test_a_callback_that_has_added_no_param_group_is_taken() -> None:
+    pytest.importorskip("pytorch_lightning")
+    fit_with(unfreezing(2))
 
 
 def test_a_strategy_takes_no_argument_of_distributed_data_parallel() -> None:

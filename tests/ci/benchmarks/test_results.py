@@ -11,7 +11,6 @@ import torch
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from benchmarks import steps
-from benchmarks.collective_cases import Case, Operation, Shape, check
 from benchmarks.gpu_short import __main__ as gpu_short
 from benchmarks.gpu_short import clock
 from benchmarks.gpu_short.job import SECTIONS
@@ -105,13 +104,6 @@ def test_ratios_are_taken_within_a_round_or_of_steps_that_followed_each_other() 
     assert [row[2:4] for row in in_turn(turns).rows] == [["1.000", "1.000–1.000"], ["1.500", "1.250–1.750"]]
 
 
-def test_a_wrong_result_is_found() -> None:
-    shape = Shape(rank=1, world_size=3, numel=3_000)
-    case = Case("broken", lambda: None, torch.empty(shape.width), torch.empty(shape.numel))
-    with pytest.raises(AssertionError, match="broken gave a wrong all-gather of 3000 elements"):
-        check(Operation.ALL_GATHER, shape, case)
-
-
 def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clock.torch.cuda, "is_available", lambda: False)
     done = run(gpu_short.main, "--out", tmp_path)
@@ -126,8 +118,5 @@ def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     found = live_storages().items()  # fewer of earlier tests, if a garbage collection found them
     assert parameter.grad is not None
     assert found - before == {(parameter.grad.data_ptr(), 4000)}
-    view_of_it = parameter.detach()[10:]
-    assert not live_storages().items() - found
-    del view_of_it
     parameter.grad = None
     assert not live_storages().items() - before
