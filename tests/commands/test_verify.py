@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
+import math
 import os
 import re
 import sys
@@ -15,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero
 from collectives import Kind, Loopback, Tag
@@ -23,12 +25,14 @@ from zero import verify
 from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
+from zero.commands.verify.bit_diff import Difference, Run, first_difference, ulps_between
 from zero.examples import train as example
-from zero.job import reference, resolve
+from zero.job import load, reference, resolve, save
 
 from ..support.by_module import BY_MODULE
 from ..support.models import odd_loss
 from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_value
 from ..support.rows import placed
 from . import verified
 from .verified import alone
@@ -314,3 +318,85 @@ def test_a_script_is_found_by_its_path_and_runs_once(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "__zero_job_script__", None)  # so that it is removed at the end
     monkeypatch.delitem(sys.modules, "__zero_job_script__")
     assert resolve(text)() == resolve(text)() == (False, 1)
+
+
+# -- where two sets of parameters first differ -------------------------------------------------------------------------
+
+
+def from_bits(pattern: int, dtype: torch.dtype) -> Tensor:
+    size = dtype.itemsize
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    return torch.tensor(pattern - (1 << 8 * size if pattern >> (8 * size - 1) else 0), dtype=whole).view(dtype)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "dtype", "ulps"),
+    [
+        (0x3F800000, 0x3F800001, torch.float32, 1),  # 1 and its neighbour above
+        (0x3F800000, 0x3F7FFFFF, torch.float32, 1),  # and below, across a power of two
+        (0x80000000, 0x00000000, torch.float32, 0),  # -0.0 and 0.0
+        (0x80000001, 0x00000001, torch.float32, 2),  # the smallest numbers of both signs
+        (0xFF800000, 0x7F800000, torch.float32, 2 * 0x7F800000),  # both infinities
+        (0x7FC00000, 0x3F800000, torch.float32, None),  # NaN and a number
+        (0x7FC00000, 0x7FC00001, torch.float32, None),  # two NaNs
+        (0x3F80, 0x3F82, torch.bfloat16, 2),
+        (0x3C00, 0xBC00, torch.float16, 2 * 0x3C00),  # 1 and -1
+        (0xFFEFFFFFFFFFFFFF, 0x7FEFFFFFFFFFFFFF, torch.float64, 2 * 0x7FEFFFFFFFFFFFFF),  # beyond 2**63
+    ],
+)
+def test_ulps_are_the_steps_from_one_value_to_the_other(
+    one: int, other: int, dtype: torch.dtype, ulps: int | None
+) -> None:
+    a, b = from_bits(one, dtype), from_bits(other, dtype)
+    assert ulps_between(a, b) == ulps_between(b, a) == ulps
+    assert ulps_between(a, a) == (None if a.isnan() else 0)
+    found = first_difference({"p": a}, {"p": b})
+    assert found is not None
+    assert (found.parameter, found.index, found.ulps, found.count, found.numel) == ("p", (), ulps, 1, 1)
+    assert_same_value((found.plain, found.other), (float(a), float(b)), "the values")
+    assert first_difference({"p": a}, {"p": a.clone()}) is None
+
+
+@pytest.mark.parametrize(("name", "index"), [("turned", (2, 1)), ("cut", (3, 2)), ("scalar", ())])
+def test_the_first_of_the_elements_that_differ_is_named_by_its_index_and_another_model_is_not_compared(
+    name: str, index: tuple[int, ...]
+) -> None:
+    values = torch.randn(59)
+    plain = {"empty": torch.zeros(0, 3), "turned": values[:35].view(5, 7).t(), "cut": values[35:].view(4, 6)[:, ::2]}
+    plain["scalar"] = values[0]
+    other = {key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in plain.items()}
+    assert first_difference(plain, other) is None, "another order in memory is no difference"
+    later = list(plain)[list(plain).index(name) :]
+    for key in later:
+        other[key].view(-1)[-1] += 1
+    other[name][index] += 1
+    found = first_difference(plain, other)
+    assert found is not None
+    assert (found.parameter, found.index, found.numel) == (name, index, 35 + 12 + 1)
+    assert (found.plain, found.other) == (plain[name][index].item(), other[name][index].item())
+    assert found.count == len(later) + (name == "turned")
+    for change, said in (
+        ({"cut": torch.zeros(4, 4)}, r"cut is float32 \[4, 3\] in the plain loop and float32 \[4, 4\] here"),
+        ({"more": torch.zeros(1)}, r"more is none in the plain loop and float32 \[1\] here"),
+    ):
+        with pytest.raises(ValueError, match=said + r".*build_model\(\) must build one model"):
+            first_difference(plain, {**plain, **change})
+
+
+@pytest.mark.parametrize(
+    ("plain", "other", "ulps", "said"),
+    [
+        (0.1, 0.25, 12, "is 0.1 in the plain loop and 0.25 here (12 ulps apart); 1,234 of 5,678 elements differ"),
+        (0.0, -0.0, 0, "w[3, 1] is 0 in the plain loop and -0 here (zeros of different sign);"),
+        (1.0, math.nan, None, "w[3, 1] is 1 in the plain loop and nan here (one of them is NaN);"),
+        (math.nan, math.nan, None, "(NaNs of different bits);"),
+        (1.0, 1.00000012, 1, "w[3, 1] is 1 in the plain loop and 1.00000012 here (1 ulp apart);"),
+    ],
+)
+def test_a_difference_in_words_and_as_bytes(plain: float, other: float, ulps: int | None, said: str) -> None:
+    difference = Difference("w", (3, 1), "float32", plain, other, ulps, 1234, 5678)
+    assert said in str(difference)
+    run = Run(2, 3, 4, 5678, (1,), difference)
+    assert str(run) == f"stage 2, 3 ranks: DIFFERS after step 4 on rank 1 alone: {difference}"
+    save(run, written := io.BytesIO())
+    assert repr(load(io.BytesIO(written.getvalue()))) == repr(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -100,32 +99,18 @@ CLIPPED = inside("clip", "agree")
 UPDATED = [*CLIPPED, *inside("step", "agree", *each("update"))]
 UPDATES = ("update bucket 0", "all_gather bucket 0", "update bucket 1", "all_gather bucket 1")
 UPDATED_AND_GATHERED = [*CLIPPED, *inside("step", "agree", *UPDATES, *each("wait_for_all_gather"))]
-OF_UNITS = """
-    unshard unit 0
-    unshard unit 1
-    wait_for_unshard unit 0
-    install unit 0
-    uninstall unit 0
-    reshard unit 0
-    wait_for_unshard unit 1
-    install unit 1
-    uninstall unit 1
-    unshard unit 0
-    install unit 1
-    reduce_scatter bucket 0
-    reshard unit 1
-    wait_for_unshard unit 0
-    install unit 0
-    wait_for_reduce_scatter bucket 0
-    reduce_scatter bucket 1
-    wait_for_reduce_scatter bucket 1
-    reshard unit 0
-    """
+OF_UNITS = [
+    *("unshard unit 0", "unshard unit 1", "wait_for_unshard unit 0", "install unit 0", "uninstall unit 0"),
+    *("reshard unit 0", "wait_for_unshard unit 1", "install unit 1", "uninstall unit 1", "unshard unit 0"),
+    *("install unit 1", "reduce_scatter bucket 0", "reshard unit 1", "wait_for_unshard unit 0", "install unit 0"),
+    *("wait_for_reduce_scatter bucket 0", "reduce_scatter bucket 1", "wait_for_reduce_scatter bucket 1"),
+    "reshard unit 0",
+]
 EXPECTED = {
     0: [*TWO_AT_ONCE, *GATHERED_GRADIENTS, *UPDATED],
     1: [*TWO_AT_ONCE, *UPDATED_AND_GATHERED],
     2: [*ONE_AT_A_TIME, *UPDATED_AND_GATHERED],
-    3: [*textwrap.dedent(OF_UNITS).split("\n")[1:-1], *UPDATED],
+    3: [*OF_UNITS, *UPDATED],
 }
 
 
@@ -182,13 +167,11 @@ def train(stage: int, world_size: int = 2, ranks: Callable[..., Any] = on_thread
     ranks(world_size, program)
 
 
-WHOLE = (
-    "2: stage 2, AdamW, 2 buckets of at most 0.001465 MiB, 0 units, sharding factor 2, collective pairwise (the ranks "
-)
-APART = "no (the ranks that share a copy do not all share a host's memory), offload: none"
+APART = "common memory: no (the ranks that share a copy do not all share a host's memory), offload: none"
+THREADS = "sharding factor 2, collective pairwise (the ranks are threads), common memory: no"
 LINES: list[tuple[dict[str, Any], str]] = [
-    ({"stage": 2}, WHOLE + "are threads), common memory: no (every rank holds whole parameters), offload: none"),
-    ({"stage": 3}, f"2 units, sharding factor 2, collective pairwise (the ranks are threads), common memory: {APART}"),
+    ({"stage": 2}, f"2: stage 2, AdamW, 2 buckets of at most 0.001465 MiB, 0 units, {THREADS} (every rank holds whole"),
+    ({"stage": 3}, f"2 units, sharding factor 2, collective pairwise (the ranks are threads), {APART}"),
     ({"stage": 3, "collective": "ring"}, "ring (asked for by name), common memory: no ("),
     ({"stage": 3, "world_size": 1, "offload": Offload(tempfile.gettempdir())}, "offload: states on disk"),
     ({"stage": 3, "world_size": 1}, "(one rank sends nothing), common memory: no (one rank holds the whole copy)"),
