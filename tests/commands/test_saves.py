@@ -79,27 +79,6 @@ def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
     assert after["params_sha256"] == trained()["params_sha256"]
 
 
-def test_when_no_step_is_left_the_report_is_written_again(trained: Train, one_rank: RunOutput, copied: Path) -> None:
-    again = trained(f"--checkpoint={copied}")
-    assert {**again, "losses": 0, "config": 0, "ranks": 0} == {**one_rank.record, "losses": 0, "config": 0, "ranks": 0}
-    held = [record["ranks"][0]["measured"]["parameters"] for record in (again, one_rank.record)]
-    assert held[0] == held[1]
-
-
-def test_a_broken_checkpoint_is_reported_and_replaced(trained: Train, one_rank: RunOutput, copied: Path) -> None:
-    contents = [open_checkpoint(path).content for path in sorted(copied.glob("step-*"))]
-    broken = copied / "step-00000003" / "optimizer" / "optimizer-00001-of-00001.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-1] + bytes([broken.read_bytes()[-1] ^ 1]))
-    with pytest.warns(
-        RuntimeWarning, match=r"optimizer-00001-of-00001.safetensors is broken at block 0.*step-00000002 is"
-    ):
-        again = trained(f"--checkpoint={copied}")
-    assert again["params_sha256"] == one_rank.record["params_sha256"]
-    for path, content in zip(sorted(copied.glob("step-*")), contents, strict=True):
-        open_checkpoint(path).verify()
-        assert open_checkpoint(path).content == content
-
-
 def test_a_last_save_that_fails_is_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -8,18 +8,15 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 from zero.core.stage import STAGES
-from zero.runtime import profiler_ranges
 
 from ..support.rows import rows
 from ..support.sockets import on_sockets
@@ -138,17 +135,6 @@ def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: P
     assert "  update bucket 0\n    evict bucket 0\n" in of_step
 
 
-def test_ranges_are_entered_under_a_profiler_alone_unless_torch_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    entered = Mock(side_effect=torch.profiler.record_function)
-    monkeypatch.setattr(profiler_ranges, "record_function", entered)
-    for hidden in (False, True):
-        if hidden:
-            monkeypatch.delattr(profiler, "_is_profiler_enabled")
-        model = build()
-        plain_step(model, ZeroOptimizer(model, torch.optim.AdamW, stage=3))
-        assert (entered.call_count > 10) is hidden
-
-
 # -- loggers -----------------------------------------------------------------------------------------------------------
 
 
@@ -215,12 +201,3 @@ def test_at_debug_a_rank_says_what_it_does_also_when_it_catches_up(caplog: pytes
     assert "rank 1: meets all ranks, in step() [meet, round 1, index 2]" in said
     assert any("rank 1: catches up, in step() [meet, round " in line for line in said)
     assert lines_of(caplog, "collectives", logging.DEBUG)[-1] == "rank 0: aborts: no room"
-
-
-def test_loggers_are_the_users_to_set_up_and_say_nothing_where_they_are_off(caplog: pytest.LogCaptureFixture) -> None:
-    for name in LOGGERS:
-        logger = logging.getLogger(name)
-        assert (logger.handlers, logger.level, logger.propagate, logger.disabled) == ([], logging.NOTSET, True, False)
-    caplog.set_level(logging.WARNING)
-    train(3)
-    assert [record for record in caplog.records if record.name in LOGGERS] == []

@@ -114,9 +114,6 @@ def test_a_model_is_set_up_before_it_has_memory_and_in_inference_mode_and_not_be
     assert not quantised[0]._post_accumulate_grad_hooks, "whole numbers are not watched"
 
 
-BF16 = MixedPrecision(torch.bfloat16)
-
-
 @pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_one_optimizer_trains_two_models(stage: int) -> None:
     """With equal batches, two ranks take the step of one."""
@@ -170,17 +167,18 @@ def test_gradients_of_ignored_parts_are_each_ranks_own_before_an_optimizer_is_se
         Conversions({"ignored": "name"}, "X", "set it up").add(first)
 
 
-@pytest.mark.parametrize("precision", [{"*": BF16, "0": BF16}, lambda name, module: BF16])
-def test_one_optimizer_of_two_models_takes_no_precision_by_names(precision: Any) -> None:
-    models = network(), network()
-    conversions = Conversions({"mixed_precision": precision}, "X", "set it up")
-    for model in models:
-        conversions.add(model)
-    both = [parameter for model in models for parameter in model.parameters()]
-    with pytest.raises(ValueError, match="give one MixedPrecision for all of them, or set up an optimizer for each"):
-        conversions.convert(torch.optim.AdamW(both))
-    conversions.convert(torch.optim.AdamW(models[0].parameters()))
-    conversions.close()
+def test_one_optimizer_of_two_models_takes_no_precision_by_names() -> None:
+    bf16 = MixedPrecision(torch.bfloat16)
+    for precision in ({"*": bf16, "0": bf16}, lambda name, module: bf16):
+        models = network(), network()
+        conversions = Conversions({"mixed_precision": precision}, "X", "set it up")
+        for model in models:
+            conversions.add(model)
+        both = [parameter for model in models for parameter in model.parameters()]
+        with pytest.raises(ValueError, match="give one MixedPrecision for all of them, or set up"):
+            conversions.convert(torch.optim.AdamW(both))
+        conversions.convert(torch.optim.AdamW(models[0].parameters()))
+        conversions.close()
 
 
 # -- accelerate --------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import replace
@@ -15,7 +14,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 pytest.importorskip("matplotlib")
-from benchmarks import checkpoint, network, rounding, steps, two_hosts
+from benchmarks import checkpoint, rounding, steps
 from benchmarks import collectives as one_host
 from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample
 from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
@@ -68,23 +67,6 @@ def test_every_algorithm_is_timed_and_checked(tmp_path: Path, monkeypatch: pytes
         *(("all-gather", name) for name in everywhere | {IN_COMMON, RELEASED}),
     }
     assert all(0 < part["low"] <= part["median"] <= part["high"] < 60 for part in parts)
-
-
-def test_between_hosts_bytes_are_counted_or_what_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least = replace(two_hosts.QUICK, sizes=[1 << 20], seconds=0.01, least=1, most=1)
-    monkeypatch.setattr(two_hosts, "QUICK", least)
-    done = run(two_hosts.main, "--ranks", 1, "--quick", "--markdown", "--out", tmp_path)
-    if done.exit_code:  # no root, no `ip` or `tc`, or no right to make namespaces
-        assert done.stderr.startswith("error: ")
-        assert network.missing() or "`ip " in done.stderr
-        return
-    measured = [part["measured"] for part in Report.read(tmp_path / "hosts2.json").parts]
-    assert all(len(each["left"]) == 2 for each in measured)
-    left = [nbytes / (1 << 19) for each in measured if each["algorithm"] == "pairwise" for nbytes in each["left"]]
-    assert 1 <= min(left) <= max(left) < 1.1, "half of the buffer leaves each host"
-    assert not [name for name in network._names() if name.startswith(f"{network.PREFIX}-{os.getpid()}-")]
 
 
 def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
