@@ -43,6 +43,10 @@ DIALS = (
         moments=[
             Moment(OF_CALLS),
             Moment(
+                {"(setattr(optimizer, 'divisor', 2 + rank), optimizer.step())": "divisor … is 2 on rank 0, but 3 on"},
+                after=[p.Divide(2), p.Step(), p.ZeroGrad()],
+            ),
+            Moment(
                 {
                     "(rank and optimizer.zero_grad(), optimizer.step())": (
                         "step(): the gradients of rank 0 are divided, those of rank 1 open: clip, step and clear"

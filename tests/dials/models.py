@@ -199,9 +199,8 @@ DIALS = (
                         )
                         for stage in (0, 3)
                     },
-                    "(setattr(optimizer, 'divisor', 2 + rank), optimizer.step())": "divisor … is 2 on rank 0, but 3 on",
                 },
-                after=[p.Divide(2), p.Step(), p.ZeroGrad()],
+                [],
             ),
             Moment(
                 {
