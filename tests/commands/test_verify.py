@@ -26,7 +26,6 @@ from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
 from zero.commands.verify.bit_diff import Difference, Run, first_difference, ulps_between
-from zero.examples import train as example
 from zero.job import load, reference, resolve, save
 
 from ..support.by_module import BY_MODULE
@@ -174,14 +173,6 @@ def test_flags_of_the_command_replace_what_the_function_returns(capsys: pytest.C
         assert cli.main([RIGHT, "--stages=3", f"--offload=cpu,parameters=cpu{more}"], "verify") == 0
         there = ", stepped there" if more else ""
         assert f"; states and parameters in the host's memory{there}\n" in capsys.readouterr().out
-
-
-def test_ranks_that_have_no_gpu_each_use_the_cpu_and_the_first_line_says_so(
-    in_this_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(example, "choose_device", lambda asked, ranks, gpus: ("cpu", f"{asked}, {ranks}, {gpus}"))
-    assert alone(stages=(2,)).ok
-    assert capsys.readouterr().out.splitlines()[0] == f"None, 1, {torch.cuda.device_count()}"
 
 
 @pytest.mark.usefixtures("in_this_process")

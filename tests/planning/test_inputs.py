@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,9 @@ from zero.planning.models.shapes import FAMILIES, from_config, model_of, of_conf
 from zero.planning.setting import PlanSetting
 from zero.precision import checked
 
-from ..support.errors import error_of
+from ..support.errors import assert_in_order, error_of
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED
 
-WRONG_CONFIGS = (
-    ({"model_type": "lama"}, r"'lama' is unknown \(did you mean 'llama'\?\); known are .*gpt_neox.*--parameters"),
-    ({"num_local_experts": 8}, "num_local_experts is 8, and experts are not planned.*--parameters"),
-    ({"hidden_size": None}, "none of the keys hidden_size, n_embd, d_model"),
-    ({"num_attention_heads": 33}, "33 heads do not divide hidden 4096"),
-    ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', and must be a positive integer"),
-)
-WRONG_FILES = (
-    ("config.json", b"", r"config\.json cannot be read"),
-    ("a.txt", b"h.0.weight\n", "line 1: 'h.0.weight' is not 'name shape dtype'"),
-    ("a.safetensors", b"\xff" * 8, "its header would have"),
-    ("a.safetensors", b"\x02" + b"\0" * 7 + b"xx", "holds no JSON"),
-    ("a.json", b'{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
-)
-WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"world_size": 0}, "world_size must be a whole number, at least 1, not 0"),
-    ({"bucket_cap_mb": "auto"}, "depends on the model"),
-    ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
-    ({"stage": 2, "device": "cuda", "offload": Offload("cpu", parameters="cpu")}, "it is for stage 3"),
-    ({"partition": "block"}, 'partition="block" is planned for optimizers with states for blocks'),
-    ({"optimizer": "adamw8bit"}, "not None for 'adamw8bit'"),
-    ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
-    ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
-)
 TEXT = """# a small model
 
 embedding.weight 7x4 float32
@@ -80,19 +57,6 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
 
 
-def test_a_config_or_file_that_cannot_be_planned_is_named(tmp_path: Path) -> None:
-    for change, message in WRONG_CONFIGS:
-        config = {key: value for key, value in {**LLAMA_3_8B, **change}.items() if value is not None}
-        with pytest.raises(ValueError, match=message):
-            from_config(config, "changed", "config.json")
-    for name, content, message in WRONG_FILES:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            (of_config if name == "config.json" else of_parameter_list)(tmp_path / name)
-    with pytest.raises(ValueError, match="cannot be read"):
-        of_parameter_list(tmp_path / "none.txt")
-
-
 def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     """Write a safetensors file of its header alone, without a value."""
     entries = {
@@ -123,21 +87,6 @@ def test_lines_of_text_a_safetensors_file_or_an_index_of_some_give_units_by_numb
 
 CPU = json.loads(PRESETS.read_text())["gpus"]["cpu"]
 MEASURED = {"format": 1, "date": "2026-11-24", "machine": "two cores"}
-WRONG_VALUES = (
-    ({"value": 30, "unit": "us"}, 'fabrics.typical must be an object of "value", "unit" and "source"'),
-    ({"value": 30, "unit": "us", "source": " "}, "fabrics.typical: a value needs a source"),
-    ({"value": 30, "unit": "GB", "source": "a page"}, "the unit must be one of us, ms, not 'GB'"),
-)
-WRONG_CLUSTERS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("h10:8x2", {}, r"no GPU is called 'h10': did you mean 'h100'\?"),
-    ("h100:0x2", {}, "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
-    ("rtx4090:8x2", {}, "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
-)
-WRONG_HARDWARE: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"format": 2}, "format is 2, and this version reads 1"),
-    ({**MEASURED, "network": {"bas": 1}}, "unknown key 'bas': did you mean 'base'"),
-    ({**MEASURED, "host": {"lunch": 1}}, "host has an unknown key 'lunch': did you mean 'launch'"),
-)
 
 
 def test_a_text_names_a_cluster() -> None:
@@ -166,27 +115,84 @@ def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path
     assert hardware.gpus.keys() == presets().gpus.keys() | {"here"}
 
 
-def test_wrong_hardware_is_named(tmp_path: Path) -> None:
-    for value, message in WRONG_VALUES:
-        with pytest.raises(ValueError, match=message):
-            hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
-    for text, options, message in WRONG_CLUSTERS:
-        with pytest.raises(ValueError, match=message):
-            presets().cluster(text, **options)
-    for content, message in WRONG_HARDWARE:
-        (tmp_path / "hardware.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=f"hardware file .*hardware.json: .*{message}"):
-            read_hardware(tmp_path / "hardware.json")
-    with pytest.raises(ValueError, match="GPU 'v100-32' has no products of bfloat16: choose one of float16, float32"):
-        presets().gpus["v100-32"].peak("bfloat16")
+def config(**changes: Any) -> Callable[[Path], object]:
+    """Return a function that reads Llama's config with changes; a key of None is left out."""
+    changed = {key: value for key, value in (LLAMA_3_8B | changes).items() if value is not None}
+    return lambda folder: from_config(changed, "changed", "config.json")
 
 
-def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:
-    for wrong, message in WRONG_SETTINGS:
-        with pytest.raises(ValueError, match=message):
-            PlanSetting(**wrong)
-    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
-        MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2)
+def file(name: str, content: bytes) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        (folder / name).write_bytes(content)
+        return (of_config if name == "config.json" else of_parameter_list)(folder / name)
+
+    return read
+
+
+def setting(**wrong: Any) -> Callable[[Path], object]:
+    return lambda folder: PlanSetting(**wrong)
+
+
+def fabric(**value: Any) -> Callable[[Path], object]:
+    return lambda folder: hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
+
+
+def cluster(text: str) -> Callable[[Path], object]:
+    return lambda folder: presets().cluster(text)
+
+
+def hardware(**content: Any) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        (folder / "hardware.json").write_text(json.dumps(content))
+        return read_hardware(folder / "hardware.json")
+
+    return read
+
+
+ON_HOST = Offload("cpu", parameters="cpu")
+WRONG: list[tuple[Callable[[Path], object], str]] = [
+    (config(model_type="lama"), "'lama' is unknown (did you mean 'llama'?); known are … gpt_neox … --parameters"),
+    (config(num_local_experts=8), "num_local_experts is 8, and experts are not planned … --parameters"),
+    (config(hidden_size=None), "none of the keys hidden_size, n_embd, d_model"),
+    (config(num_attention_heads=33), "33 heads do not divide hidden 4096"),
+    (config(num_hidden_layers="32"), "num_hidden_layers is '32', and must be a positive integer"),
+    (file("config.json", b""), "config.json cannot be read"),
+    (file("a.txt", b"h.0.weight\n"), "line 1: 'h.0.weight' is not 'name shape dtype'"),
+    (file("a.safetensors", b"\xff" * 8), "its header would have"),
+    (file("a.safetensors", b"\x02" + b"\0" * 7 + b"xx"), "holds no JSON"),
+    (file("a.json", b'{"weight_map": {"a": "gone.safetensors"}}'), "cannot be read"),
+    (lambda folder: of_parameter_list(folder / "none.txt"), "cannot be read"),
+    (setting(world_size=0), "world_size must be a whole number, at least 1, not 0"),
+    (setting(bucket_cap_mb="auto"), "depends on the model"),
+    (setting(stage=3, world_size=8, reshard_after_forward=3), "a number that divides the 8 ranks"),
+    (setting(stage=2, device="cuda", offload=ON_HOST), "it is for stage 3"),
+    (setting(partition="block"), 'partition="block" is planned for optimizers with states for blocks'),
+    (setting(optimizer="adamw8bit"), "not None for 'adamw8bit'"),
+    (setting(optimizer="lion"), "optimizer must be one of 'adamw', … not 'lion'"),
+    (setting(world_size=8, ranks_per_host=3), "ranks_per_host must divide the number of ranks, 8, not 3"),
+    (fabric(value=30, unit="us"), 'fabrics.typical must be an object of "value", "unit" and "source"'),
+    (fabric(value=30, unit="us", source=" "), "fabrics.typical: a value needs a source"),
+    (fabric(value=30, unit="GB", source="a page"), "the unit must be one of us, ms, not 'GB'"),
+    (cluster("h10:8x2"), "no GPU is called 'h10': did you mean 'h100'?"),
+    (cluster("h100:0x2"), "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
+    (cluster("rtx4090:8x2"), "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
+    (hardware(format=2), "hardware file … hardware.json: … format is 2, and this version reads 1"),
+    (hardware(**MEASURED, network={"bas": 1}), "hardware.json: … unknown key 'bas': did you mean 'base'"),
+    (hardware(**MEASURED, host={"lunch": 1}), "host has an unknown key 'lunch': did you mean 'launch'"),
+    (
+        lambda folder: presets().gpus["v100-32"].peak("bfloat16"),
+        "GPU 'v100-32' has no products of bfloat16: choose one of float16, float32",
+    ),
+    (
+        lambda folder: MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2),
+        "rank must be from 0 to 1, not 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "words"), WRONG)
+def test_what_cannot_be_planned_is_named(read: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    assert_in_order(f"ValueError: … {words}", error_of(read, tmp_path))
 
 
 class Shared(nn.Module):

@@ -86,20 +86,6 @@ def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypa
     assert "'no such thing' is no" in wrong.output
 
 
-def test_a_system_steps_in_turn_with_that_of_another_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "QUICK_IN_TURN", (1, 0, 2))
-    (tmp_path / "other").mkdir()
-    for package in ("zero", "collectives"):
-        (tmp_path / "other" / package).symlink_to(ROOT / package)
-    options = ("--in-turn", "zero 3", "--in-turn", f"zero 3@{tmp_path / 'other'}")
-    done = run(steps.main, "--quick", "--model", "tensors-16", *options, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    one, other = (Turn(**part) for part in Report.read(tmp_path / "steps-in-turn.json").parts)
-    assert (one.system, other.system) == ("zero 3", "zero 3@other")
-    assert (len(one.seconds), len(other.seconds)) == (2, 2)
-    assert one.loss == other.loss
-
-
 def test_saves_and_loads_are_timed_beside_peers(tmp_path: Path) -> None:
     parts = parts_of(checkpoint.main, tmp_path / "out" / "checkpoint.json", "--folder", tmp_path)
     samples = [SaveSample(**part) for part in parts]
