@@ -80,7 +80,7 @@ WRONG = {  # words with gaps
     "plan --config=config.json --fp32-modules=": "--fp32-modules is empty: it must be patterns with commas between",
     "plan --config=config.json --fp32-modules=*norm*,": "--fp32-modules is *norm*,: it must be … none of them empty",
     "plan --config=config.json --cluster=h10:8": "did you mean 'h100'",
-    f"{MADE} --fp32-modules norms": "mixed_precision: the pattern 'norms' decides about no module",
+    f"{MADE} --fp32-modules norms": "mixed_precision: the pattern 'norms' decides about no",
     f"{MADE} --fp32-modules norms --precision fp32": "--fp32-modules: with --precision fp32 every module",
     "checkpoint": "Missing command. See `zero checkpoint --help`",
     "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",

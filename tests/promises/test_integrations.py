@@ -200,7 +200,7 @@ def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: boo
     def configure(module: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(list(module.named_parameters()) if named else list(module.parameters()))
 
-    strategy = fit_with(unfreezing(2), configure=configure)  # a callback that has added no group
+    strategy = fit_with(unfreezing(1), configure=configure)  # a callback that has added no group
     (group,) = strategy.optimizer_state(strategy.optimizers[0])["param_groups"]
     assert ("param_names" in group) is named
 

@@ -36,7 +36,7 @@ def test_steps_are_planned_near_the_measured_ones() -> None:
 
     With 2,048 tokens the host bounds a step: its calls were measured in a step of one bucket, and these steps have 14.
     """
-    runs = own_runs()
+    runs = list(own_runs())
     for name, most in ((PLAIN, 0.05), (FSDP2, 0.13), ("FSDP2, rank 7 of 8", 0.1), ("zero 3, rank 7 of 8", 0.1)):
         errors = [run.error for run in runs if run.name == name]
         assert errors
