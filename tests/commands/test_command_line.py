@@ -48,6 +48,7 @@ WRONG = {  # words with gaps
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
     "train --offload=": "error: Invalid value for '--offload': it must be a path … not ''",
     "train --offload=disk,parameters=cpu": "it must be a path … parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
+    "train --offload=cpu,foo=cpu": "it must be a path … not 'cpu,foo=cpu'",
     "train --offload=cpu,parameters=cpu": 'Offload(parameters="cpu") with stage 2: forwards use whole parameters',
     "train --reshard-after-forward=3 --stage=3": "so one of [1, 2], not 3",
     "train --reshard-after-forward=some": "'--reshard-after-forward': it must be true, false or a number",

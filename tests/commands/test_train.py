@@ -117,13 +117,10 @@ def test_without_matplotlib_it_trains_and_says_what_to_install(
 def test_an_error_in_the_middle_is_one_line_and_an_interrupt_one_word(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    failed, interrupted = RuntimeError("the loss is\nnot what it was"), KeyboardInterrupt()
-    for error, code, said in (
-        (failed, 1, "error: the loss is not what it was\n"),
-        (interrupted, 130, "interrupted\n"),
-    ):
-        monkeypatch.setattr(ByteModel, "forward", Mock(side_effect=error))
-        assert cli.main(flags(text, tmp_path / "out", "--ranks=1"), "train") == code
+    monkeypatch.setattr(ByteModel, "forward", Mock(side_effect=RuntimeError("the loss is\nnot what it was")))
+    monkeypatch.setattr(train, "launch_ranks", Mock(side_effect=KeyboardInterrupt))
+    for ranks, code, said in ((1, 1, "error: the loss is not what it was\n"), (2, 130, "interrupted\n")):
+        assert cli.main(flags(text, tmp_path / "out", f"--ranks={ranks}"), "train") == code
         assert capsys.readouterr().err == said
 
 

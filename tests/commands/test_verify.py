@@ -106,6 +106,8 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
         "the optimizer's arguments must hold only tensors, numbers, text, lists, tuples and",
     ),
     ({"sharding_factor": 2, "world_sizes": (2, 3)}, "sharding_factor must divide the number of ranks, 3, so be one of"),
+    ({"mesh": (1, 1), "sharding_factor": 1}, "mesh= with sharding_factor=: both say which ranks share a copy"),
+    ({"units": 3}, "units must be a function of a module that returns a bool, not 3"),
     ({"max_norm": -1.0}, "max_norm must be at least 0"),
     (
         {"collective": lambda *of: verified.Pairs(*of)},

@@ -508,14 +508,16 @@ def test_a_model_is_set_up_before_it_has_memory_and_in_inference_mode_and_not_be
 
 def test_one_optimizer_of_two_models_takes_no_precision_by_names() -> None:
     bf16 = MixedPrecision(torch.bfloat16)
-    for precision in ({"*": bf16, "0": bf16}, lambda name, module: bf16):
+    for precision in (bf16, {"*": bf16, "0": bf16}, lambda name, module: bf16):
         models = network(), network()
         conversions = set_up(*models, mixed_precision=precision)
         both = [parameter for model in models for parameter in model.parameters()]
-        with pytest.raises(ValueError, match="give one MixedPrecision for all of them, or set up"):
-            conversions.convert(torch.optim.AdamW(both))
-        optimizer = conversions.convert(torch.optim.AdamW(models[0].parameters()))
-        assert conversions.of(models[0].parameters()) is optimizer
+        if precision is bf16:
+            assert conversions.convert(torch.optim.AdamW(both)) is conversions.of(both)
+        else:
+            with pytest.raises(ValueError, match="give one MixedPrecision for all of them, or set up"):
+                conversions.convert(torch.optim.AdamW(both))
+            conversions.convert(torch.optim.AdamW(models[0].parameters()))
         conversions.close()
 
 
