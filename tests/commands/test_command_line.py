@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from torch import nn
 
@@ -27,72 +28,49 @@ from zero.examples.train import choose_device
 from zero.planning.hardware import presets
 
 from ..planning.configs import SMALL
-from ..support.rows import only
+from ..support.errors import assert_in_order
 
 TRAIN = ("--width=4", "--layers=1", "--batch=1", "--data={}/text", "--out={}/out")
 VERIFIED = "tests.commands.verified"
+MADE = "plan --module=zero.examples.train:ByteModel --sequence=64"
 RIGHT = f"{VERIFIED}:right_arguments"
 WRONG = {  # words with gaps
     "trian": "No such command 'trian'. Did you mean 'train'? See `zero --help`",
     "train --stepz=5": "No such option: --stepz … --steps … See `zero train --help`",
     "train --steps": "Option '--steps' requires an argument. See `zero train --help`",
     "train --steps=many": "Invalid value for '--steps': it must be a whole number, not 'many'. See `zero train --help`",
-    "train --steps=0": "--steps is 0: it must be at least 1",
     "train --elastic=2:4": "No such option: --elastic",
     "train --precision=int8": "Invalid value for '--precision': it must be one of 'fp32', 'bf16', 'fp16', not 'int8'.",
     "train --bucket-cap-mb=all": "'--bucket-cap-mb': it must be a number of MiB or auto, not 'all'",
     "train 5": "Got unexpected extra argument … 5 … See `zero train --help`",
-    "train --ranks=0": "--ranks is 0: it must be at least 1",
-    "train --stage=three": "Invalid value for '--stage': it must be a whole number, not 'three'. See",
-    "train --lr=abc": "Invalid value for '--lr': it must be a number, not 'abc'. See",
-    "train --stage=4": "stage must be one of [0, 1, 2, 3], not 4",
     "train --device=tpu": "Invalid value for '--device': … 'cpu', 'cuda'",
     "train --device=cuda --ranks=1000": "--device cuda",
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
-    "train --out=": "error: Invalid value for '--out': it must be a path",
     "train --offload=": "error: Invalid value for '--offload': it must be a path … not ''",
     "train --offload=disk,parameters=cpu": "it must be a path … parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
-    "train --offload=cpu,step=cpu": "it must be a path … or cpu,parameters=cpu,step=cpu, not 'cpu,step=cpu'",
-    "train --offload=cpu,parameters=disk": "it must be a path … not 'cpu,parameters=disk'",
     "train --offload=cpu,foo=cpu": "it must be a path … not 'cpu,foo=cpu'",
     "train --offload=cpu,parameters=cpu": 'Offload(parameters="cpu") with stage 2: forwards use whole parameters',
-    "train --checkpoint=": "error: Invalid value for '--checkpoint': it must be a path",
-    "train --collective=telepathy": "telepathy",
-    "train --sharding-factor=3": "sharding_factor must divide the number of ranks, 2, so be one of [1, 2], not 3",
-    "train --sharding-factor=1 --stage=0": "sharding_factor=1 with stage 0: it shards nothing: leave",
-    "train --reshard-after-forward=false": "reshard_after_forward=False with stage 2: no unit is gathered",
     "train --reshard-after-forward=3 --stage=3": "so one of [1, 2], not 3",
     "train --reshard-after-forward=some": "'--reshard-after-forward': it must be true, false or a number",
     "train --lr=nan": "--lr is nan: it must be finite",
-    "train --clip=0": "--clip is 0.0: it must be above 0",
     "train --checkpoint=/proc/folder": "error: --checkpoint /proc/folder: cannot write there (",
-    "train --out={}/file": "error: --out {}/file: cannot write there ( … Name a folder that can be written\n",
     "train --out={}/file/below": "--out {}/file/below: cannot write there ( … Name a folder that can be written\n",
-    "train --save-every=0": "--save-every is 0: it must be at least 1",
     "train --width=30": "error: --width is 30: it must be a multiple of 4\n",
     "train --rounding=1": "rounding",
     "train --data={}/no": "--data '{}/no' must be a file that is not empty",
-    "train --data={}/empty": "--data '{}/empty' must be a file that is not empty",
-    "train --data={}/folder": "--data '{}/folder' must be a file that is not empty",
     "train --data={}/short": "--data {}/short has 169 bytes, so 1 samples to train on, and a step needs 4: give a",
     "verify": "Missing argument 'MODULE:FUNCTION'. See `zero verify --help`",
     f"verify {VERIFIED}": f"'{VERIFIED}' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
     "verify no_such_module:f": "no_such_module:f() failed in {}: ModuleNotFoundError: No module named",
     f"verify {VERIFIED}:no_such": f"AttributeError: module '{VERIFIED}' has no attribute 'no_such'",
     f"verify {VERIFIED}:STEPS": "TypeError: 'int' object is not callable",
-    f"verify {VERIFIED}:rank_one_of_two": ": KeyError: 'RANK'",
     f"verify {VERIFIED}:leaves": ": SystemExit: 0",
     "verify os:getcwd": "must return a dict of zero.verify's arguments, not str",
     "verify builtins:dict": "builtins:dict() returned no 'build_model', the function that builds the model",
     f"verify {VERIFIED}:build_misnamed": "returned no 'build_model', … (did you mean that by 'build'?)\n",
-    f"verify {VERIFIED}:unknown_arguments": "(what is no argument of verify() goes to AdamW: lr, stage, learning_rate)",
-    f"verify {VERIFIED}:a_lambda": "loss_fn is a_lambda.<locals>.<lambda>, which other processes cannot import by name",
     f"verify {RIGHT} --stages=0-3": "'--stages': it must be whole numbers with commas between",
-    f"verify {RIGHT} --stages=7": "stage must be one of [0, 1, 2, 3], not 7",
     f"verify {RIGHT} --world-sizes=1,0": "world_sizes must hold numbers of at least 1, not (1, 0)",
-    f"verify {RIGHT} --bucket-cap-mb=all": "'--bucket-cap-mb': it must be a number of MiB or auto, not 'all'",
     f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
-    f"verify {RIGHT} --device=tpu": "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'",
     f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda",
     "plan": "the model needs exactly one of --config, --parameters, --module, here none",
     "plan --module=a:b --config=config.json": "here --config and --module",
@@ -103,6 +81,8 @@ WRONG = {  # words with gaps
     "plan --config=config.json --fp32-modules=": "--fp32-modules is empty: it must be patterns with commas between",
     "plan --config=config.json --fp32-modules=*norm*,": "--fp32-modules is *norm*,: it must be … none of them empty",
     "plan --config=config.json --cluster=h10:8": "did you mean 'h100'",
+    f"{MADE} --fp32-modules norms": "mixed_precision: the pattern 'norms' decides about no",
+    f"{MADE} --fp32-modules norms --precision fp32": "--fp32-modules: with --precision fp32 every module",
     "checkpoint": "Missing command. See `zero checkpoint --help`",
     "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",
     "checkpoint list": "Missing argument 'DIR'. See `zero checkpoint list --help`",
@@ -115,47 +95,14 @@ WRONG = {  # words with gaps
     "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
     "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
     "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
-    "checkpoint export {}/runs/step-00000003 --to=hf ''": "error: Invalid value for 'OUT': it must be",
     "checkpoint export {}/runs --to=torch {}/out": "and the newest is {}/runs/step-00000003\n",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file/out": "error: ",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
 }
 
-FIRST = (
-    "checkpoint export {}/runs/step-00000003 --to=hf {}/file",
-    "checkpoint list ''",
-    "checkpoint list {}/no",
-    "checkpoint lost",
-    "checkpoint verify {}/file",
-    "plan",
-    "plan --config=config.json --global-batch=12",
-    "plan --config=config.json --micro=0",
-    "plan --module=nowhere:model",
-    "plan --config=config.json --fp32-modules=",
-    "train --data={}/folder",
-    "train --data={}/no",
-    "train --data={}/short",
-    "train --rounding=1",
-    "train --data=",
-    "train --offload=",
-    "train --precision=int8",
-    "train --stage=three",
-    "train --device=cuda --ranks=1000",
-    "train --out={}/file/below",
-    "train --reshard-after-forward=3 --stage=3",
-    "train --reshard-after-forward=some",
-    "verify os:getcwd",
-    "verify tests.commands.verified",
-    "verify tests.commands.verified:leaves",
-    f"verify {RIGHT} --collective=telepathy",
-    f"verify {RIGHT} --stages=0-3",
-    f"verify {RIGHT} --world-sizes=9999 --device=cuda",
-    "verify tests.commands.verified:unknown_arguments",
-)
-
 
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("line", only(WRONG, *FIRST))
+@pytest.mark.parametrize("line", WRONG)
 def test_wrong_input_is_one_line_and_exit_code_2(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -175,51 +122,37 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert shown.err.startswith("error: ")
     assert shown.err.count("\n") == 1
     assert shown.out == ""
-    place = 0
-    for part in WRONG[line].replace("{}", str(tmp_path)).split(" … "):
-        place = shown.err.index(part, place)
+    assert_in_order(WRONG[line].replace("{}", str(tmp_path)), shown.err)
     assert command == "plan" or not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "groups", "example"),
-    [
-        ("", ["Options", "Commands"], None),
-        ("train", ["Training", "Sharding"], "zero train --ranks 4 --stage 3"),
-        ("plan", ["Model", "Cluster", "Training", "Cost", "Output"], "zero plan --module my_model:build "),
-        (
-            "verify",
-            ["Arguments", "What is run", "Where"],
-            "zero verify my_model:arguments --stages 3 --world-sizes 2,4 ",
-        ),
-        ("checkpoint", ["Options", "Commands"], None),
-        ("checkpoint list", ["Arguments", "Options"], "zero checkpoint list checkpoints"),
-        ("checkpoint verify", ["Arguments", "Options"], "zero checkpoint verify checkpoints"),
-        ("checkpoint export", ["Arguments", "Options"], "zero checkpoint export "),
-    ],
-)
+HELP: dict[str, tuple[list[str], str]] = {  # groups of flags, and the begin of an example
+    "": (["Options", "Commands"], ""),
+    "train": (["Training", "Sharding"], "zero train --ranks 4 --stage 3"),
+    "plan": (["Model", "Cluster", "Training", "Cost", "Output"], "zero plan --module my_model:build "),
+    "verify": (["Arguments", "What is run", "Where"], "zero verify my_model:arguments --stages 3 --world-sizes 2,4 "),
+    "checkpoint": (["Options", "Commands"], ""),
+    "checkpoint list": (["Arguments", "Options"], "zero checkpoint list checkpoints"),
+    "checkpoint verify": (["Arguments", "Options"], "zero checkpoint verify checkpoints"),
+    "checkpoint export": (["Arguments", "Options"], "zero checkpoint export "),
+}
+
+
+@pytest.mark.parametrize("words", HELP)
 def test_help_has_the_flags_in_groups_and_ends_with_commands_that_it_can_parse(
-    words: str,
-    groups: list[str],
-    example: str | None,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([*words.split(), "-h"]) == 0
-    shown = capsys.readouterr().out
+    shown, (groups, example) = capsys.readouterr().out, HELP[words]
     more = [] if "Options" in groups else ["Options"]
     found = re.findall(r"^ {0,2}(\w.*):$", shown, re.MULTILINE)
-    assert found == [*groups, *more, *([] if example is None else ["Examples"])]
-    if example is not None:
-        lines = [line.strip() for line in shown.partition("  Examples:\n")[2].splitlines()]
-        assert any(line.startswith(example) for line in lines)
-        for line in lines:
-            program, *arguments = shlex.split(line, comments=True) or [""]
-            if program == "zero":
-                given = parse(arguments)
-                if "cluster" in given:
-                    assert presets().cluster(given["cluster"]).ranks > 0
+    assert found == [*groups, *more, *(["Examples"] if example else [])]
+    lines = [line.strip() for line in shown.partition("  Examples:\n")[2].splitlines()]
+    assert not example or any(line.startswith(example) for line in lines)
+    for program, *arguments in filter(None, (shlex.split(line, comments=True) for line in lines)):
+        given = parse(arguments) if program == "zero" else {}
+        assert "cluster" not in given or presets().cluster(given["cluster"]).ranks > 0
 
 
 def parse(arguments: list[str]) -> dict[str, Any]:
@@ -244,30 +177,18 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"zero {zero.__version__}\n"
 
 
-ON_CPU = ", so they compute on the CPU, over gloo; with at most"
-# asked, ranks of the host, its GPUs -> device, what is said
-DEVICES: dict[tuple[str | None, int, int], tuple[str | None, str]] = {
+COMPUTE = "this host has {} GPU(s) for {} rank(s), so they compute on the CPU, over gloo; at most {} would"
+NO_GPU = "--device cuda needs one GPU per rank that torch finds, and this host has {} GPU(s) for {} rank(s): start"
+DEVICES: dict[tuple[str | None, int, int], tuple[str | None, str]] = {  # asked, ranks of the host, its GPUs
     (None, 2, 0): ("cpu", ""),
-    (None, 2, 1): (
-        "cpu",
-        "this host has 1 GPU(s) for 2 rank(s), so they compute on the CPU, over gloo; at most 1 would",
-    ),
-    (None, 3, 2): (
-        "cpu",
-        "this host has 2 GPU(s) for 3 rank(s), so they compute on the CPU, over gloo; at most 2 would",
-    ),
+    (None, 2, 1): ("cpu", COMPUTE.format(1, 2, 1)),
+    (None, 3, 2): ("cpu", COMPUTE.format(2, 3, 2)),
     (None, 2, 2): ("cuda", ""),
     (None, 1, 8): ("cuda", ""),
     ("cpu", 2, 8): ("cpu", ""),
     ("cuda", 2, 2): ("cuda", ""),
-    ("cuda", 1, 0): (
-        None,
-        "--device cuda needs one GPU per rank that torch finds, and this host has 0 GPU(s) for 1 rank(s): start",
-    ),
-    ("cuda", 4, 3): (
-        None,
-        "--device cuda needs one GPU per rank that torch finds, and this host has 3 GPU(s) for 4 rank(s): start",
-    ),
+    ("cuda", 1, 0): (None, NO_GPU.format(0, 1)),
+    ("cuda", 4, 3): (None, NO_GPU.format(3, 4)),
 }
 
 
@@ -332,3 +253,43 @@ def test_a_rank_that_does_not_end_when_asked_is_killed_and_told_apart_from_one_t
         assert process.stdout is not None
         process.stdout.readline()
         assert runner._end([process]) == [process]
+
+
+EXAMPLES = {  # flags of the scripts of `zero.examples`
+    "train --data=": "--data '' must be a file that is not empty",
+    "train --data={}/empty": "--data '{}/empty' must be a file that is not empty",
+    "train --data={}/short": "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a",
+    "train --epochs=0": "--epochs is 0: it must be at least 1",
+    "train --steps=0": "--steps is 0: it must be at least 1",
+    "train --micro-batches=-1": "--micro-batches is -1: it must be at least 1",
+    "train --checkpoint=": "--checkpoint '': name a folder",
+    "train --out=": "--out '': name a file in a folder that exists",
+    "train --out={}/no/model.pt": "--out '{}/no/model.pt': name a file in a folder that exists",
+    "train --device=cuda": NO_GPU.format(0, 1),
+    "finetune_lora --epochs=0": "--epochs is 0: it must be at least 1",
+    "finetune_lora --adapters=": "--adapters '': name a file in a folder that exists",
+    "finetune_lora --adapters={}/no/a.pt": "--adapters '{}/no/a.pt': name a file in a folder that exists",
+    "accelerate_loop --epochs=0": "--epochs is 0: it must be at least 1",
+    "accelerate_loop --folder=": "--folder '': name a folder",
+    "accelerate_loop --resume=": "--resume '': name a folder that an earlier run has saved by --folder",
+    "accelerate_loop --resume={}/no": "--resume '{}/no': name a folder that an earlier run has saved by --folder",
+    "accelerate_loop --stage=9": "2",  # after a line of argparse
+    "resume_on_other_ranks ''": "the folder has an empty name",
+}
+
+
+@pytest.mark.parametrize("line", EXAMPLES)
+def test_wrong_input_of_an_example_is_one_line_that_names_the_flag(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"x" * 1000)
+    script, *flags = shlex.split(line.replace("{}", str(tmp_path)))
+    if script == "accelerate_loop":
+        pytest.importorskip("accelerate")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module(f"zero.examples.{script}").main()
+    assert str(ended.value).startswith(EXAMPLES[line].replace("{}", str(tmp_path)))
+    assert "\n" not in str(ended.value)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,13 +34,8 @@ def copied(one_rank: RunOutput, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("first", "then", "both"),
     rows(
-        [
-            ((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--lr=0.01",)),
-        ],
-        [
-            (("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=bf16",)),
-            (("--stage=0",), ("--stage=2",), ("--precision=fp16", "--clip=0.5")),
-        ],
+        [((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--lr=0.01",))],
+        [(("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=fp16", "--clip=0.5"))],
     ),
 )
 def test_a_resumed_run_is_the_undisturbed_one(
@@ -83,34 +79,10 @@ def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
     assert after["params_sha256"] == trained()["params_sha256"]
 
 
-def test_when_no_step_is_left_the_report_is_written_again(trained: Train, one_rank: RunOutput, copied: Path) -> None:
-    again = trained(f"--checkpoint={copied}")
-    assert {**again, "losses": 0, "config": 0, "ranks": 0} == {**one_rank.record, "losses": 0, "config": 0, "ranks": 0}
-    held = [record["ranks"][0]["measured"]["parameters"] for record in (again, one_rank.record)]
-    assert held[0] == held[1]
-
-
-def test_a_broken_checkpoint_is_reported_and_replaced(trained: Train, one_rank: RunOutput, copied: Path) -> None:
-    contents = [open_checkpoint(path).content for path in sorted(copied.glob("step-*"))]
-    broken = copied / "step-00000003" / "optimizer" / "optimizer-00001-of-00001.safetensors"
-    broken.write_bytes(broken.read_bytes()[:-1] + bytes([broken.read_bytes()[-1] ^ 1]))
-    with pytest.warns(
-        RuntimeWarning, match=r"optimizer-00001-of-00001.safetensors is broken at block 0.*step-00000002 is"
-    ):
-        again = trained(f"--checkpoint={copied}")
-    assert again["params_sha256"] == one_rank.record["params_sha256"]
-    for path, content in zip(sorted(copied.glob("step-*")), contents, strict=True):
-        open_checkpoint(path).verify()
-        assert open_checkpoint(path).content == content
-
-
 def test_a_last_save_that_fails_is_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def make_files(self: SaveFolder, sizes: dict[str, int]) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(SaveFolder, "make_files", make_files)
+    monkeypatch.setattr(SaveFolder, "make_files", Mock(side_effect=OSError(28, "No space left on device")))
     folder = tmp_path / "checkpoints"
     assert cli.main(flags(text, tmp_path / "out", "--ranks=1", f"--checkpoint={folder}"), "train") == 1
     assert f"error: rank 0 could not save {folder}/step-00000003: " in capsys.readouterr().err

@@ -6,24 +6,33 @@ import hashlib
 import io
 import math
 import os
+import shutil
 import sys
-from dataclasses import replace
+from argparse import Namespace
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 
+import zero
+from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, StochasticRounding
+from zero.checkpoint.read.reader import Checkpoint
 from zero.commands import cli
 from zero.commands.console import print_table
 from zero.commands.train import command as train
 from zero.commands.train.report import next_command
 from zero.commands.train.settings import TrainConfig
+from zero.examples import train as example
 from zero.examples.train import ByteModel
 from zero.job import load, save
 
+from ..support.example import plain_example, samples_of
+from ..support.plain import assert_same_bits
 from ..support.rows import rows
 from .conftest import LAYERS, STEPS, WIDTH, RunOutput, Train, flags, plain_sha256
 
@@ -43,10 +52,13 @@ KINDS = ("parameters", "gradients", "optimizer")
         ],
     ),
 )
-def test_one_rank_gives_the_parameters_of_the_plain_loop(
+def test_one_rank_gives_the_parameters_of_the_plain_loop_and_holds_the_bytes_of_its_stage(
     text: Path, trained: Train, more: tuple[str, ...], plain: dict[str, Any]
 ) -> None:
-    assert trained(*more)["params_sha256"] == plain_sha256(text, **plain)
+    record = trained(*more)
+    assert record["params_sha256"] == plain_sha256(text, **plain)
+    held = {kind: record["ranks"][0]["measured"][kind] for kind in KINDS}
+    assert record["formula_bytes_by_stage"][f"stage {record['stage']}"] == held
 
 
 def test_a_run_leaves_the_hash_of_the_plain_loop_its_record_and_its_pictures(text: Path, one_rank: RunOutput) -> None:
@@ -91,14 +103,6 @@ def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(t
     assert next_command(given, 4) == "zero train --steps=5 --data 'a b' --stage 3 --ranks 2"
 
 
-@pytest.mark.parametrize("flag", rows(["--precision=fp32"], ["--precision=bf16", "--precision=fp16"]))
-def test_the_bytes_of_each_stage_by_formula_are_those_of_a_run_at_that_stage(trained: Train, flag: str) -> None:
-    for stage in range(4):
-        record = trained(flag, f"--stage={stage}", steps=2)
-        held = {kind: record["ranks"][0]["measured"][kind] for kind in KINDS}
-        assert record["formula_bytes_by_stage"][f"stage {stage}"] == held
-
-
 def test_without_matplotlib_it_trains_and_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,80 +114,59 @@ def test_without_matplotlib_it_trains_and_says_what_to_install(
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["run.json"]
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-def test_an_error_in_the_middle_is_one_line(
+def test_an_error_in_the_middle_is_one_line_and_an_interrupt_one_word(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("the loss is\nnot what it was")
-
-    monkeypatch.setattr(ByteModel, "forward", fail)
-    assert cli.main(flags(text, tmp_path / "out", "--ranks=1"), "train") == 1
-    assert capsys.readouterr().err == "error: the loss is not what it was\n"
-
-
-def test_an_interrupt_is_one_word_and_no_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "launch_ranks", interrupted)
-    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    monkeypatch.setattr(ByteModel, "forward", Mock(side_effect=RuntimeError("the loss is\nnot what it was")))
+    monkeypatch.setattr(train, "launch_ranks", Mock(side_effect=KeyboardInterrupt))
+    for ranks, code, said in ((1, 1, "error: the loss is not what it was\n"), (2, 130, "interrupted\n")):
+        assert cli.main(flags(text, tmp_path / "out", f"--ranks={ranks}"), "train") == code
+        assert capsys.readouterr().err == said
 
 
 # -- flags, the hash and what is printed -------------------------------------------------------------------------------
 
 
-def test_both_command_lines_have_the_flags_of_the_configuration(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+ALL = "--precision=bf16 --rounding=5 --reshard-after-forward=1 --stage=3 --checkpoint=c --bucket-cap-mb=auto"
+IN_BF16: dict[str, Any] = {"mixed_precision": MixedPrecision(torch.bfloat16), "rounding": StochasticRounding(5)}
+OFFLOADS = {
+    "cpu": Offload("cpu"),
+    "cpu,parameters=cpu": Offload("cpu", parameters="cpu"),
+    "cpu,parameters=cpu,step=cpu": Offload("cpu", parameters="cpu", step="cpu"),
+    "./cpu": Offload(Path("./cpu")),
+    "a,b": Offload(Path("a,b")),
+}
+CONFIGS = {
+    "": TrainConfig(),
+    "--stage 1": TrainConfig(stage=1),
+    "--ranks=3 --clip 0.5 --data=-x --layers=1 --lr=1e-7": TrainConfig(
+        ranks=3, clip=0.5, data=Path("-x"), layers=1, lr=1e-7
+    ),
+    ALL: TrainConfig(stage=3, reshard_after_forward=1, checkpoint=Path("c"), bucket_cap_mb="auto", **IN_BF16),
+    **{f"--stage=3 --offload={text}": TrainConfig(stage=3, offload=offload) for text, offload in OFFLOADS.items()},
+}
+
+
+@pytest.mark.parametrize("line", CONFIGS)
+def test_both_command_lines_have_the_flags_of_the_configuration_which_ranks_read_as_it_was_written(
+    line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[TrainConfig] = []
     monkeypatch.setattr(train, "run", lambda config: given.append(config) or 7)
-    assert cli.main(["--ranks=3", "--clip", "0.5", "--data=-x", "--layers=1", "--lr=1e-7"], "train") == 7
-    assert given.pop() == TrainConfig(ranks=3, clip=0.5, data=Path("-x"), layers=1, lr=1e-7)
-    monkeypatch.setattr(sys, "argv", ["zero", "train", "--stage", "1"])
+    assert cli.main(line.split(), "train") == 7
+    monkeypatch.setattr(sys, "argv", ["zero", "train", *line.split()])
     assert cli.main() == 7
-    assert given.pop() == TrainConfig(stage=1)
-    for arguments, name in ((["train"], None), ([], "train")):
-        assert cli.main(arguments, name) == 7
-        assert given.pop() == TrainConfig()
-        assert cli.main([*arguments, "-h"], name) == 0
-        shown = capsys.readouterr().out
-        flags = chain(*TrainConfig.GROUPS.values())
-        assert all(f"--{flag.replace('mixed_', '').replace('_', '-')}" in shown for flag in flags)
-    written = {
-        "cpu": Offload("cpu"),
-        "cpu,parameters=cpu": Offload("cpu", parameters="cpu"),
-        "cpu,parameters=cpu,step=cpu": Offload("cpu", parameters="cpu", step="cpu"),
-        "./cpu": Offload(Path("./cpu")),
-        "a,b": Offload(Path("a,b")),
-    }
-    for text, offload in written.items():
-        assert cli.main(["--stage=3", f"--offload={text}"], "train") == 7
-        assert given.pop() == TrainConfig(stage=3, offload=offload)
-    more = ["--precision=bf16", "--rounding=5", "--reshard-after-forward=1", "--stage=3", "--checkpoint=c"]
-    assert cli.main(more, "train") == 7
-    precision, rounding = MixedPrecision(torch.bfloat16), StochasticRounding(5)
-    expected = TrainConfig(stage=3, mixed_precision=precision, rounding=rounding, reshard_after_forward=1)
-    assert given.pop() == replace(expected, checkpoint=Path("c"))
+    assert given == [CONFIGS[line]] * 2
+    save(given[0], written := io.BytesIO())
+    assert load(io.BytesIO(written.getvalue())) == CONFIGS[line]
 
 
-def test_ranks_read_the_settings_that_were_written_for_them_and_run_json_has_them_as_flags() -> None:
-    changes: dict[str, Any]
-    for changes in (
-        {"data": Path("text"), "checkpoint": Path("c"), "reshard_after_forward": False, "bucket_cap_mb": "auto"},
-        {"mixed_precision": MixedPrecision(torch.bfloat16), "rounding": StochasticRounding(5)},
-        {"offload": Offload("cpu", parameters="cpu", step="cpu")},
-        {"offload": Offload(Path("cpu"))},
-    ):
-        config = TrainConfig(stage=3, **changes)
-        save(config, written := io.BytesIO())
-        assert load(io.BytesIO(written.getvalue())) == config
-    narrow = TrainConfig(mixed_precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(5)).written()
+def test_help_names_every_flag_and_run_json_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["-h"], "train") == 0
+    shown = capsys.readouterr().out
+    flags = chain(*TrainConfig.GROUPS.values())
+    assert all(f"--{flag.replace('mixed_', '').replace('_', '-')}" in shown for flag in flags)
+    narrow = TrainConfig(**IN_BF16).written()
     assert (narrow["mixed_precision"], narrow["rounding"], narrow["offload"]) == ("bf16", 5, None)
     relative = TrainConfig(offload=Offload(Path("cpu"))).written()
     assert relative["offload"]["states"] == os.path.abspath("cpu")
@@ -203,3 +186,86 @@ def test_a_table_is_plain_and_whole(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     print_table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
     line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
     assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]
+
+
+# -- the example `zero.examples.train` ---------------------------------------------------------------------------------
+
+
+MICRO_BATCHES, BATCH, EPOCHS = 3, 4, 2  # of the example
+
+
+@pytest.fixture
+def few(tmp_path: Path) -> Path:
+    path = tmp_path / "text"
+    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(100)))
+    return path
+
+
+def run_example(monkeypatch: pytest.MonkeyPatch, few: Path, folder: Path, *more: str) -> dict[int, Checkpoint]:
+    """Run the example on one rank in this process. Return its checkpoints, by step."""
+    sizes = (f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}", f"--epochs={EPOCHS}", "--save-every=3")
+    where = ("--device=cpu", f"--data={few}", f"--checkpoint={folder}", f"--out={folder.parent / 'model.pt'}")
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["train.py", *where, *sizes, *more])
+        example.main()
+    return {int(path.name[5:]): zero.open_checkpoint(path) for path in sorted(folder.glob("step-*"))}
+
+
+def plain(few: Path, precision: torch.dtype | None) -> nn.Module:
+    steps = EPOCHS * (samples_of(few) // (BATCH * MICRO_BATCHES))
+    return plain_example(few, steps, MICRO_BATCHES, BATCH, precision=precision)
+
+
+@pytest.mark.parametrize("more", rows([("--stage=3",)], [("--stage=1", "--bf16")]))
+def test_the_example_has_the_bits_of_the_plain_loop_also_after_it_was_resumed(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    saved = run_example(monkeypatch, few, tmp_path / "saved", *more)
+    *_, before, last = saved
+    expected = plain(few, torch.bfloat16 if "--bf16" in more else None)
+    weights = saved[last].model_state_dict()
+    plainly_saved = torch.load(tmp_path / "model.pt", weights_only=True)  # it has plain tensors alone
+    assert list(plainly_saved) == list(expected.state_dict())
+    for name, parameter in expected.named_parameters():
+        assert_same_bits(parameter, weights[name], name)
+        assert_same_bits(plainly_saved[name], parameter if "--bf16" not in more else parameter.bfloat16(), name)
+    shutil.rmtree(tmp_path / "saved" / f"step-{last:08d}")
+    resumed = run_example(monkeypatch, few, tmp_path / "saved", "--stage=0", *more[1:])
+    assert max(resumed) == last > before
+    assert resumed[last].content == saved[last].content
+
+
+def test_a_run_does_not_go_on_with_other_steps_or_with_what_would_change_its_bits(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").write_text(few.read_text().replace("beer", "wine"))
+    steps = max(run_example(monkeypatch, few, tmp_path / "saved"))
+    other_steps = rf"has a run of {steps} steps, not \d+: give the --steps, --epochs"
+    for other, said in (
+        *((flag, other_steps) for flag in ("--epochs=3", "--steps=5", "--micro-batches=2")),
+        ("--lr=0.01", f"--lr is 0.01, but {tmp_path}/saved has a run with 0.003: give the same"),
+        ("--clip=0.5", f"--clip is 0.5, but {tmp_path}/saved has a run with 1.0: give the same"),
+        ("--bf16", f"--bf16 is True, but {tmp_path}/saved has a run with False: give the same"),
+        ("--data=other", "--data is text of SHA-256 "),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            run_example(monkeypatch, few, tmp_path / "saved", other)
+
+
+def test_ranks_that_read_other_text_are_an_error_on_each(few: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(few.read_text().replace("beer", "wine"))
+
+    def program(transport: Transport) -> str:
+        data = str((few, few, tmp_path / "other")[transport.rank])
+        args = Namespace(data=data, batch=BATCH, micro_batches=MICRO_BATCHES, lr=1e-3, clip=1.0, steps=1)
+        model = ByteModel(8, 1)
+        optimizer = example.build(args, model, process_group=transport)
+        with pytest.raises(SystemExit) as caught:
+            example.train(args, "cpu", model, optimizer)
+        return str(caught.value)
+
+    remedy = "give every host the same file"
+    assert on_threads(3, program) == [
+        f"rank {other} reads another --data than rank {rank}: {remedy}" for rank, other in ((0, 2), (1, 2), (2, 0))
+    ]

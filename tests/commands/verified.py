@@ -89,20 +89,12 @@ def other_at_each_call() -> Squares:
     return model
 
 
-def the_first_layer(model: Squares) -> nn.Module:
-    return model.layers[0]
-
-
 def the_scale(model: Odd) -> list[Tensor]:
     return [model.scale]
 
 
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
-
-
-def layers_in_layers(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.Sequential))
 
 
 def answers_nothing(module: nn.Module) -> None:
@@ -227,17 +219,9 @@ def not_deterministic() -> dict[str, Any]:
     return {**right_arguments(), "build_model": with_dropout}
 
 
-def unknown_arguments() -> dict[str, Any]:
-    return {**right_arguments(), "stage": 3, "learning_rate": 1.0}
-
-
 def build_misnamed() -> dict[str, Any]:
     given = right_arguments()
     return {"build": given.pop("build_model"), **given}
-
-
-def a_lambda() -> dict[str, Any]:
-    return {**right_arguments(), "loss_fn": lambda model, batch: model(*batch)}
 
 
 def failing_arguments() -> dict[str, Any]:

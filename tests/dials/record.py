@@ -39,12 +39,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Differs:
-    """Arguments of rank 0 and of the others. ``words`` are in the error of every rank."""
+    """Arguments and models of rank 0 and of the others. ``words`` are in the error of every rank."""
 
     of_first: Mapping[str, Any]
     of_others: Mapping[str, Any]
     words: str
     model: Model = lambda: nn.Linear(3, 3)
+    model_of_others: Model | None = None  # None: the same
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ..dials import DIALS
+from ..dials import ASKED
 from ..dials.loops import steps
 from ..dials.record import Moment, config_with
 from ..support.machine.hosts import ThreadsOnHosts
@@ -14,7 +14,7 @@ from ..support.rows import rows
 
 CASES = [
     pytest.param(stage, moment, id=f"{dial.name}, stage {stage}: {next(iter(moment.calls))}: {number}")
-    for dial in DIALS
+    for dial in ASKED
     for number, moment in enumerate(dial.moments)
     for stage in rows(moment.stages[-2:], moment.stages[:-2])
 ]

@@ -11,7 +11,7 @@ from torch import nn
 from collectives import Transport, solo
 from zero import ZeroOptimizer
 
-from ..dials import DIALS
+from ..dials import ASKED
 from ..dials.record import Differs, Refused
 from ..support.errors import assert_in_order, error_of, errors_on, is_plain
 from ..support.plain import assert_same_value
@@ -33,8 +33,8 @@ def error_of_building(model: Any, group: Any, arguments: Mapping[str, Any]) -> s
     return message
 
 
-REFUSED = [pytest.param(row, id=f"{dial.name}: {shown(row.arguments)}") for dial in DIALS for row in dial.refused]
-DIFFERS = [pytest.param(row, id=f"{dial.name}: {shown(row.of_first)}") for dial in DIALS for row in dial.differs]
+REFUSED = [pytest.param(row, id=f"{dial.name}: {shown(row.arguments)}") for dial in ASKED for row in dial.refused]
+DIFFERS = [pytest.param(row, id=f"{dial.name}: {shown(row.of_first)}") for dial in ASKED for row in dial.differs]
 
 
 @pytest.mark.parametrize("row", REFUSED)
@@ -45,8 +45,10 @@ def test_what_cannot_be_is_refused_by_name(row: Refused) -> None:
 @pytest.mark.parametrize("row", DIFFERS)
 def test_ranks_that_differ_are_named_on_every_rank(row: Differs) -> None:
     def build(transport: Transport) -> None:
-        arguments = row.of_others if transport.rank else row.of_first
-        message = error_of_building(row.model(), transport, arguments)
+        arguments, model = (
+            (row.of_others, row.model_of_others or row.model) if transport.rank else (row.of_first, row.model)
+        )
+        message = error_of_building(model(), transport, arguments)
         raise ValueError(message)
 
     messages = errors_on(3, build)

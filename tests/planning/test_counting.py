@@ -59,14 +59,10 @@ def test_products_in_fp32_are_those_of_the_weights_that_are() -> None:
         module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
         x = torch.ones(4, 8)
     counted = count_module(module, lambda made: made[1](made[0](x).bfloat16()).sum())  # type: ignore[index]
-    assert sum(work.fp32_flops for work in counted) == 2 * 8 * 8 * 4 == sum(work.matmul_flops for work in counted) / 2
-
-
-def test_products_in_fp32_have_the_rate_of_the_gpu_for_these() -> None:
-    gpu = presets().cluster("h100:8").gpu
-    compute, work = Compute(presets().cluster("h100:8"), "bfloat16"), UnitWork(matmul_flops=1e12)
-    ratio = gpu.peak("bfloat16") / gpu.peak("float32")
+    cluster, work = presets().cluster("h100:8"), UnitWork(matmul_flops=1e12)
+    compute, ratio = Compute(cluster, "bfloat16"), cluster.gpu.peak("bfloat16") / cluster.gpu.peak("float32")
     assert compute.forward(replace(work, fp32_flops=1e12)) == pytest.approx(ratio * compute.forward(work))
+    assert sum(work.fp32_flops for work in counted) == 2 * 8 * 8 * 4 == sum(work.matmul_flops for work in counted) / 2
 
 
 @pytest.mark.parametrize("dtype", placed("dtype", [torch.float32, torch.bfloat16], 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,33 +21,9 @@ from zero.planning.models.shapes import FAMILIES, from_config, model_of, of_conf
 from zero.planning.setting import PlanSetting
 from zero.precision import checked
 
-from ..support.errors import error_of
+from ..support.errors import assert_in_order, error_of
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED
 
-WRONG_CONFIGS = (
-    ({"model_type": "lama"}, r"'lama' is unknown \(did you mean 'llama'\?\); known are .*gpt_neox.*--parameters"),
-    ({"num_local_experts": 8}, "num_local_experts is 8, and experts are not planned.*--parameters"),
-    ({"hidden_size": None}, "none of the keys hidden_size, n_embd, d_model"),
-    ({"num_attention_heads": 33}, "33 heads do not divide hidden 4096"),
-    ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', and must be a positive integer"),
-)
-WRONG_FILES = (
-    ("config.json", b"", r"config\.json cannot be read"),
-    ("a.txt", b"h.0.weight\n", "line 1: 'h.0.weight' is not 'name shape dtype'"),
-    ("a.safetensors", b"\xff" * 8, "its header would have"),
-    ("a.safetensors", b"\x02" + b"\0" * 7 + b"xx", "holds no JSON"),
-    ("a.json", b'{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
-)
-WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"world_size": 0}, "world_size must be a whole number, at least 1, not 0"),
-    ({"bucket_cap_mb": "auto"}, "depends on the model"),
-    ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
-    ({"stage": 2, "device": "cuda", "offload": Offload("cpu", parameters="cpu")}, "it is for stage 3"),
-    ({"partition": "block"}, 'partition="block" is planned for optimizers with states for blocks'),
-    ({"optimizer": "adamw8bit"}, "not None for 'adamw8bit'"),
-    ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
-    ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
-)
 TEXT = """# a small model
 
 embedding.weight 7x4 float32
@@ -67,37 +44,17 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     model = of_config(tmp_path)
     assert model == from_config(LLAMA_3_8B, tmp_path.name)
     assert of_config(tmp_path / "config.json") == replace(model, name="config"), "nothing names it"
-    for file, config, name in (
-        ("config.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
-        ("llama8b.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "llama8b"),
-        ("llama8b.json", {**LLAMA_3_8B, "_name_or_path": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
+    for file, more, name in (
+        ("config.json", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ("llama8b.json", {"architectures": ["LlamaForCausalLM"]}, "llama8b"),
+        ("llama8b.json", {"_name_or_path": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
     ):
-        (tmp_path / file).write_text(json.dumps(config))
+        (tmp_path / file).write_text(json.dumps(LLAMA_3_8B | more))
         assert of_config(tmp_path / file).name == name
     assert model.transformer is not None
     assert (model.transformer.hidden, model.transformer.vocabulary) == (4096, 128256)
     assert model.units[1] == "model.layers.0"
     assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
-
-
-def test_a_config_or_file_that_cannot_be_planned_is_named(tmp_path: Path) -> None:
-    for change, message in WRONG_CONFIGS:
-        config = {key: value for key, value in {**LLAMA_3_8B, **change}.items() if value is not None}
-        with pytest.raises(ValueError, match=message):
-            from_config(config, "changed", "config.json")
-    for name, content, message in WRONG_FILES:
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
-            (of_config if name == "config.json" else of_parameter_list)(tmp_path / name)
-    with pytest.raises(ValueError, match="cannot be read"):
-        of_parameter_list(tmp_path / "none.txt")
-
-
-def test_lines_of_text_keep_their_order(tmp_path: Path) -> None:
-    (tmp_path / "names.txt").write_text(TEXT)
-    model = of_parameter_list(tmp_path / "names.txt")
-    found = [(p.names[0], p.shape, p.unit) for p in model.parameters]
-    assert found == [("embedding.weight", (7, 4), 0), ("h.0.w", (4, 4), 1), ("h.1.b", (4,), 2), ("scale", (), 0)]
 
 
 def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
@@ -109,7 +66,10 @@ def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
     path.write_bytes(len(header).to_bytes(8, "little") + header)
 
 
-def test_a_safetensors_file_or_an_index_of_some_gives_units_by_number(tmp_path: Path) -> None:
+def test_lines_of_text_a_safetensors_file_or_an_index_of_some_give_units_by_number(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text(TEXT)
+    found = [(p.names[0], p.shape, p.unit) for p in of_parameter_list(tmp_path / "names.txt").parameters]
+    assert found == [("embedding.weight", (7, 4), 0), ("h.0.w", (4, 4), 1), ("h.1.b", (4,), 2), ("scale", (), 0)]
     blocks = {f"model.layers.{n}.{part}.weight": ("F32", [2, 3]) for n in range(12) for part in ("down", "up")}
     state = {**blocks, "embed.weight": ("BF16", [10**6, 10**6]), "position_ids": ("I64", [4]), "scale": ("F32", [])}
     files = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(sorted(state))}
@@ -127,21 +87,6 @@ def test_a_safetensors_file_or_an_index_of_some_gives_units_by_number(tmp_path: 
 
 CPU = json.loads(PRESETS.read_text())["gpus"]["cpu"]
 MEASURED = {"format": 1, "date": "2026-11-24", "machine": "two cores"}
-WRONG_VALUES = (
-    ({"value": 30, "unit": "us"}, 'fabrics.typical must be an object of "value", "unit" and "source"'),
-    ({"value": 30, "unit": "us", "source": " "}, "fabrics.typical: a value needs a source"),
-    ({"value": 30, "unit": "GB", "source": "a page"}, "the unit must be one of us, ms, not 'GB'"),
-)
-WRONG_CLUSTERS: tuple[tuple[str, dict[str, Any], str], ...] = (
-    ("h10:8x2", {}, r"no GPU is called 'h10': did you mean 'h100'\?"),
-    ("h100:0x2", {}, "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
-    ("rtx4090:8x2", {}, "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
-)
-WRONG_HARDWARE: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"format": 2}, "format is 2, and this version reads 1"),
-    ({**MEASURED, "network": {"bas": 1}}, "unknown key 'bas': did you mean 'base'"),
-    ({**MEASURED, "host": {"lunch": 1}}, "host has an unknown key 'lunch': did you mean 'launch'"),
-)
 
 
 def test_a_text_names_a_cluster() -> None:
@@ -170,27 +115,84 @@ def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path
     assert hardware.gpus.keys() == presets().gpus.keys() | {"here"}
 
 
-def test_wrong_hardware_is_named(tmp_path: Path) -> None:
-    for value, message in WRONG_VALUES:
-        with pytest.raises(ValueError, match=message):
-            hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
-    for text, options, message in WRONG_CLUSTERS:
-        with pytest.raises(ValueError, match=message):
-            presets().cluster(text, **options)
-    for content, message in WRONG_HARDWARE:
-        (tmp_path / "hardware.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=f"hardware file .*hardware.json: .*{message}"):
-            read_hardware(tmp_path / "hardware.json")
-    with pytest.raises(ValueError, match="GPU 'v100-32' has no products of bfloat16: choose one of float16, float32"):
-        presets().gpus["v100-32"].peak("bfloat16")
+def config(**changes: Any) -> Callable[[Path], object]:
+    """Return a function that reads Llama's config with changes; a key of None is left out."""
+    changed = {key: value for key, value in (LLAMA_3_8B | changes).items() if value is not None}
+    return lambda folder: from_config(changed, "changed", "config.json")
 
 
-def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:
-    for wrong, message in WRONG_SETTINGS:
-        with pytest.raises(ValueError, match=message):
-            PlanSetting(**wrong)
-    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
-        MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2)
+def file(name: str, content: bytes) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        (folder / name).write_bytes(content)
+        return (of_config if name == "config.json" else of_parameter_list)(folder / name)
+
+    return read
+
+
+def setting(**wrong: Any) -> Callable[[Path], object]:
+    return lambda folder: PlanSetting(**wrong)
+
+
+def fabric(**value: Any) -> Callable[[Path], object]:
+    return lambda folder: hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
+
+
+def cluster(text: str) -> Callable[[Path], object]:
+    return lambda folder: presets().cluster(text)
+
+
+def hardware(**content: Any) -> Callable[[Path], object]:
+    def read(folder: Path) -> object:
+        (folder / "hardware.json").write_text(json.dumps(content))
+        return read_hardware(folder / "hardware.json")
+
+    return read
+
+
+ON_HOST = Offload("cpu", parameters="cpu")
+WRONG: list[tuple[Callable[[Path], object], str]] = [
+    (config(model_type="lama"), "'lama' is unknown (did you mean 'llama'?); known are … gpt_neox … --parameters"),
+    (config(num_local_experts=8), "num_local_experts is 8, and experts are not planned … --parameters"),
+    (config(hidden_size=None), "none of the keys hidden_size, n_embd, d_model"),
+    (config(num_attention_heads=33), "33 heads do not divide hidden 4096"),
+    (config(num_hidden_layers="32"), "num_hidden_layers is '32', and must be a positive integer"),
+    (file("config.json", b""), "config.json cannot be read"),
+    (file("a.txt", b"h.0.weight\n"), "line 1: 'h.0.weight' is not 'name shape dtype'"),
+    (file("a.safetensors", b"\xff" * 8), "its header would have"),
+    (file("a.safetensors", b"\x02" + b"\0" * 7 + b"xx"), "holds no JSON"),
+    (file("a.json", b'{"weight_map": {"a": "gone.safetensors"}}'), "cannot be read"),
+    (lambda folder: of_parameter_list(folder / "none.txt"), "cannot be read"),
+    (setting(world_size=0), "world_size must be a whole number, at least 1, not 0"),
+    (setting(bucket_cap_mb="auto"), "depends on the model"),
+    (setting(stage=3, world_size=8, reshard_after_forward=3), "a number that divides the 8 ranks"),
+    (setting(stage=2, device="cuda", offload=ON_HOST), "it is for stage 3"),
+    (setting(partition="block"), 'partition="block" is planned for optimizers with states for blocks'),
+    (setting(optimizer="adamw8bit"), "not None for 'adamw8bit'"),
+    (setting(optimizer="lion"), "optimizer must be one of 'adamw', … not 'lion'"),
+    (setting(world_size=8, ranks_per_host=3), "ranks_per_host must divide the number of ranks, 8, not 3"),
+    (fabric(value=30, unit="us"), 'fabrics.typical must be an object of "value", "unit" and "source"'),
+    (fabric(value=30, unit="us", source=" "), "fabrics.typical: a value needs a source"),
+    (fabric(value=30, unit="GB", source="a page"), "the unit must be one of us, ms, not 'GB'"),
+    (cluster("h10:8x2"), "no GPU is called 'h10': did you mean 'h100'?"),
+    (cluster("h100:0x2"), "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
+    (cluster("rtx4090:8x2"), "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
+    (hardware(format=2), "hardware file … hardware.json: … format is 2, and this version reads 1"),
+    (hardware(**MEASURED, network={"bas": 1}), "hardware.json: … unknown key 'bas': did you mean 'base'"),
+    (hardware(**MEASURED, host={"lunch": 1}), "host has an unknown key 'lunch': did you mean 'launch'"),
+    (
+        lambda folder: presets().gpus["v100-32"].peak("bfloat16"),
+        "GPU 'v100-32' has no products of bfloat16: choose one of float16, float32",
+    ),
+    (
+        lambda folder: MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2),
+        "rank must be from 0 to 1, not 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("read", "words"), WRONG)
+def test_what_cannot_be_planned_is_named(read: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    assert_in_order(f"ValueError: … {words}", error_of(read, tmp_path))
 
 
 class Shared(nn.Module):
@@ -204,32 +206,16 @@ class Shared(nn.Module):
         self.third = self.first
 
 
-BF16, FP32 = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32)
-
-
-@pytest.mark.parametrize(
-    "patterns",
-    [
-        {"*": BF16, "first": FP32},
-        {"*": FP32, "first": BF16, "tied": FP32},
-        {"*": BF16, "second": FP32},
-        {"*": BF16, "second.0": FP32},
-        {"*": BF16, "third": FP32},
-        {"*": BF16, "tied": FP32, "second.1": FP32},
-    ],
-    ids=str.split("first tied second second.0 third alike"),
-)
-def test_a_module_with_two_names_has_one_precision_in_a_plan_and_in_training(
-    patterns: dict[str, MixedPrecision],
-) -> None:
+@pytest.mark.parametrize("in_bf16", ["first", "second", "second.0", "third", "tied", "tied second.1"])
+def test_a_module_with_two_names_has_one_precision_in_a_plan_and_in_training(in_bf16: str) -> None:
     """Both take the first name, and refuse the same patterns."""
-    model = Shared()
+    model, bf16 = Shared(), MixedPrecision(torch.bfloat16)
+    patterns = {"*": MixedPrecision(torch.float32), **dict.fromkeys(in_bf16.split(), bf16)}
     shapes, of_plan, planned = model_of(model, "shared"), list[Any](), "nothing"
     try:
         of_plan = [dtypes.param_dtype for dtypes in shapes.dtypes(checked(patterns))]
     except ValueError as error:
         planned = f"ValueError: {error}".replace("no parameter:", "no module:")
-    refused = error_of(ZeroOptimizer, model, torch.optim.SGD, mixed_precision=patterns, process_group=solo())
-    assert refused == planned
+    assert error_of(ZeroOptimizer, model, torch.optim.SGD, mixed_precision=patterns, process_group=solo()) == planned
     if planned == "nothing":
         assert [parameter.dtype for parameter in model.parameters()] == of_plan

@@ -1,126 +1,58 @@
-"""What is planned is what ranks hold and send, to the byte, and what the paper of ZeRO states.
-
-Each model runs each of its units once, in order of registration, and a backward reaches every unit, as the formulas
-assume; those of `support` do not.
-"""
+"""What is planned is what ranks hold and send, to the byte, and what the paper of ZeRO states."""
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from collectives import Loopback, Transport
 from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model, ParameterShape
 from zero.planning.models.shapes import model_of
-from zero.planning.setting import PlanSetting
+from zero.planning.setting import OptimizerStates, PlanSetting, Quantized
 from zero.runtime.offload import Staging
 
-from ..support.pairs import pair_rows
+from ..support.pairs import Row, pair_rows
 from ..support.rows import placed
-
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
-    "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 1e-3}),
-    "muon": (torch.optim.AdamW, {"lr": 1e-3}),  # and Muon for matrices
-}
-
-
-class Block(nn.Linear):
-    """A unit with a matrix, a vector, a scalar, and parameters that no forward uses."""
-
-    def __init__(self, unused: int) -> None:
-        super().__init__(32, 32)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.unused = nn.Parameter(torch.ones(unused))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x)) * self.scale
-
-
-class Odd(nn.Module):
-    """A model whose head is its embedding, with empty, scalar, one-element and unused parameters in the root's rest."""
-
-    def __init__(self, *, frozen: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.ones(32, 24))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.one = nn.Parameter(torch.ones(1))
-        self.blocks = nn.Sequential(nn.Linear(24, 32), Block(5), Block(1500), nn.Linear(32, 24))
-        self.unused = nn.Parameter(torch.ones(1400))
-        self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Linear(24, 32, bias=False)
-        self.head.weight = self.embedding
-        for part in (self.blocks[2], self.empty, self.scale) if frozen else ():
-            part.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.head(self.blocks(x @ self.embedding * self.one + self.empty.sum()))
-
-
-def made(name: str) -> nn.Module:
-    """Return a model; "aligned" leaves no padding, so that runs cross its parameters."""
-    return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))) if name == "aligned" else Odd(frozen=name == "frozen")
-
+from .compared import OfBlockwise, compare_with_plan
 
 BF16, KEPT = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32, output_dtype=torch.bfloat16)
 BY_MODULE: tuple[dict[str, MixedPrecision], ...] = (
     {"*": BF16, "blocks.1": KEPT, "blocks.2": MixedPrecision(torch.float16, output_dtype=torch.bfloat16)},
     {"*": BF16, "1": KEPT},
 )
-"""Patterns for `Odd`, and for a sequence."""
-CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0}
+"""Patterns for models with blocks, and for a sequence."""
+CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0, "in blocks": 0.03}
 """Models by name, with the MiB of their buckets."""
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "model": tuple(CAPS),
+    "model": ("frozen", "tied", "aligned"),
     "stage": (0, 1, 2, 3),
     "world_size": (1, 3, 8),
     "sharding_factor": (None, 1, 2, 4),
     "reshard_after_forward": (True, False, 2, 4),
     "prefetch_depth": (1, 0, 2),
     "offload": (None, Offload(".")),
-    "mixed_precision": (None, MixedPrecision(torch.bfloat16), "by module"),
-    "optimizer": tuple(CLASSES),
+    "mixed_precision": (None, BF16, "by module"),
+    "optimizer": ("adamw", "momentum", "adagrad", "muon"),
     "rounding": (None, StochasticRounding(0)),
 }
 
 
-def described(name: str) -> Model:
-    """Return the description of a model."""
-    model = model_of(made(name), name)
-    facts = ((p, p.names[0]) for p in model.parameters)
-    parameters = (replace(p, group=int(key.endswith("bias")), used="unused" not in key) for p, key in facts)
-    return replace(model, parameters=tuple(parameters))
-
-
-def param_groups(module: nn.Module, model: Model, *, of_muon: bool) -> list[dict[str, Any]]:
-    """Return the param groups of a module. ``of_muon``: and one of Muon, for the matrices of units."""
-    groups: dict[int, list[nn.Parameter]] = {}
-    for parameter, shape in zip(module.parameters(), model.parameters, strict=True):
-        groups.setdefault(2 if of_muon and shape.is_unit_matrix else shape.group, []).append(parameter)
-    muon = {"optimizer_class": torch.optim.Muon, "partition": "parameter"}
-    return [{"params": groups[key], **(muon if key == 2 else {})} for key in sorted(groups)]
-
-
-def setting_of(row: dict[str, Any]) -> PlanSetting:
+def setting_of(row: Row) -> PlanSetting:
     """Return the setting of a row, which has a model and arguments of `PlanSetting`."""
-    given = {name: value for name, value in row.items() if name != "model"}
+    given = {"bucket_cap_mb": CAPS[row["model"]], **{name: value for name, value in row.items() if name != "model"}}
     if given["mixed_precision"] == "by module":
         given["mixed_precision"] = BY_MODULE[row["model"] == "aligned"]
-    return PlanSetting(**given, bucket_cap_mb=CAPS[row["model"]], threads=True)
+    return (OfBlockwise if row["model"] == "in blocks" else PlanSetting)(**given, threads=True)
 
 
-def there_is(row: dict[str, Any]) -> bool:
+def there_is(row: Row) -> bool:
     """Return whether the library takes the setting of a row. At stage 0 nothing is offloaded."""
     try:
         setting_of(row)
@@ -130,62 +62,66 @@ def there_is(row: dict[str, Any]) -> bool:
     return rounds and (bool(row["stage"]) or not row["offload"])
 
 
-@pytest.mark.parametrize("row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11))
-def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: Path) -> None:
-    setting, plan = compare_with_plan(row, tmp_path)
+IN_BLOCKS = [
+    {"model": "in blocks", "partition": "block", "stage": stage, "world_size": ranks, "mixed_precision": precision}
+    for stage, ranks, precision in ((0, 2, None), (1, 3, BF16), (2, 5, None), (3, 3, None), (3, 5, BF16))
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not element-wise")
+@pytest.mark.parametrize(
+    "row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11) + placed("in blocks", IN_BLOCKS, 1, 3)
+)
+def test_a_rank_holds_and_sends_what_is_planned(row: Row, tmp_path: Path) -> None:
+    setting = setting_of(row)
+    plan = compare_with_plan(row["model"], setting, tmp_path)
     largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
-    for kind in ("parameters", "gradients", "states", "masters") if setting.optimizer != "muon" else ():
-        assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
+    if row["model"] == "in blocks":
+        assert largest.resident == max(rank.resident for rank in ranks)
+    elif setting.optimizer != "muon":
+        for kind in ("parameters", "gradients", "states", "masters"):
+            assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
 
 
-GATHERED = {"stage": 3, "mixed_precision": MixedPrecision(torch.bfloat16), "sharding_factor": None, "offload": None}
-ON_ACCELERATORS = [
-    {**GATHERED, "model": model, "world_size": ranks, "reshard_after_forward": near, "optimizer": optimizer}
-    for model, ranks, near, optimizer in (
-        ("frozen", 3, True, "adamw"),
-        ("tied", 8, 2, "adamw"),
-        ("aligned", 3, False, "adamw"),
-        ("aligned", 4, True, "muon"),
-    )
-]
-
-
-@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, 0, 1))
-@pytest.mark.usefixtures("accelerated")
-def test_on_an_accelerator_stage_3_keeps_no_16_bit_parameters_of_what_is_trained(
-    row: dict[str, Any], tmp_path: Path
-) -> None:
-    setting, plan = compare_with_plan(row, tmp_path)
-    assert (plan.of_rank(setting, 0).parameters > 0) is (row["model"] == "frozen")
-
-
-ON_HOST = {**GATHERED, "offload": Offload("cpu", parameters="cpu"), "optimizer": "adamw"}
-STEPPED_THERE = Offload("cpu", parameters="cpu", step="cpu")
-ON_THE_HOST = [
-    {**ON_HOST, "model": model, "world_size": ranks, "reshard_after_forward": near, **others}
+GATHERED = {"stage": 3, "mixed_precision": BF16}
+ON_HOST = {**GATHERED, "offload": Offload("cpu", parameters="cpu")}
+STEPPED_THERE = {**GATHERED, "offload": Offload("cpu", parameters="cpu", step="cpu")}
+ON_ACCELERATORS: list[Row] = [
+    {"model": model, "world_size": ranks, "reshard_after_forward": near, **others}
     for model, ranks, near, others in (
-        ("frozen", 1, True, {}),
-        ("frozen", 3, True, {}),
-        ("tied", 6, 2, {"optimizer": "momentum"}),
-        ("aligned", 1, False, {"mixed_precision": None}),
-        ("aligned", 4, True, {"optimizer": "muon"}),
-        ("tied", 4, False, {"sharding_factor": 2, "optimizer": "adagrad"}),
-        ("aligned", 2, True, {"sharding_factor": 1, "prefetch_depth": 2}),
-        ("tied", 2, True, {"offload": STEPPED_THERE, "optimizer": "adamw"}),
-        ("frozen", 3, False, {"offload": STEPPED_THERE, "optimizer": "adagrad", "mixed_precision": None}),
-        ("aligned", 4, True, {"offload": STEPPED_THERE, "sharding_factor": 2, "optimizer": "momentum"}),
+        ("frozen", 3, True, GATHERED),
+        ("tied", 8, 2, GATHERED),
+        ("aligned", 3, False, GATHERED),
+        ("aligned", 4, True, {**GATHERED, "optimizer": "muon"}),
+        ("frozen", 1, True, ON_HOST),
+        ("frozen", 3, True, ON_HOST),
+        ("tied", 6, 2, {**ON_HOST, "optimizer": "momentum"}),
+        ("aligned", 1, False, {**ON_HOST, "mixed_precision": None}),
+        ("aligned", 4, True, {**ON_HOST, "optimizer": "muon"}),
+        ("tied", 4, False, {**ON_HOST, "sharding_factor": 2, "optimizer": "adagrad"}),
+        ("aligned", 2, True, {**ON_HOST, "sharding_factor": 1, "prefetch_depth": 2}),
+        ("tied", 2, True, STEPPED_THERE),
+        ("frozen", 3, False, {**STEPPED_THERE, "optimizer": "adagrad", "mixed_precision": None}),
+        ("aligned", 4, True, {**STEPPED_THERE, "sharding_factor": 2, "optimizer": "momentum"}),
     )
 ]
 
 
-@pytest.mark.parametrize("row", placed("row", ON_THE_HOST, 0, 2, 3, 7))
-@pytest.mark.usefixtures("accelerated", "copied_from_the_host")
-def test_parameters_in_the_hosts_memory_are_counted_there_and_not_on_the_device(
-    row: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, 0, 1, 4, 6, 7, 11))
+@pytest.mark.usefixtures("accelerated")
+def test_parameters_on_an_accelerator_or_in_the_hosts_memory_are_counted_where_they_lie(
+    row: Row, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    setting, plan = compare_with_plan(row, tmp_path)
+    """On an accelerator stage 3 keeps no 16-bit parameters of what is trained."""
+    if "offload" in row:
+        request.getfixturevalue("copied_from_the_host")
+    setting = setting_of(row)
+    plan = compare_with_plan(row["model"], setting, tmp_path)
     for rank in range(setting.world_size):
         here = plan.of_rank(setting, rank)
+        if setting.offload is None:
+            assert (here.parameters > 0) is (row["model"] == "frozen")
+            continue
         assert here.resident == (0 if setting.steps_on_host else here.scalars)
         assert (here.staged_peak == 0) is setting.steps_on_host
         assert here.offloaded >= here.parameters + here.gradients + here.states + here.masters
@@ -210,7 +146,7 @@ def test_a_step_has_copies_of_three_buckets_and_one_gradient_on_the_device(monke
     monkeypatch.setattr(Staging, "fetch", fetched)
     monkeypatch.setattr(Staging, "let_go", freed)
     module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
-    setting = PlanSetting(stage=3, offload=ON_HOST["offload"], mixed_precision=BF16, bucket_cap_mb=0.002)
+    setting = PlanSetting(**ON_HOST, bucket_cap_mb=0.002)
     optimizer = ZeroOptimizer(module, torch.optim.AdamW, lr=1e-3, **setting.arguments())
     for _ in range(2):
         module(torch.ones(2, 32)).float().square().mean().backward()
@@ -222,45 +158,14 @@ def test_a_step_has_copies_of_three_buckets_and_one_gradient_on_the_device(monke
     optimizer.close()
 
 
-def compare_with_plan(row: dict[str, Any], tmp_path: Path) -> tuple[PlanSetting, MemoryPlan]:
-    """Train a step at a setting on threads, and compare what each rank holds and sends with the plan."""
-    setting, model = setting_of(row), described(row["model"])
-    first, plan = made(row["model"]), MemoryPlan(model)
-    modules = [copy.deepcopy(first) for _ in range(setting.world_size)]
-    cls, arguments = CLASSES[setting.optimizer]
-
-    def program(transport: Transport) -> Any:
-        module = modules[transport.rank]
-        optimizer = ZeroOptimizer(
-            param_groups(module, model, of_muon=setting.optimizer == "muon"),
-            cls,
-            module=module,
-            process_group=transport,
-            **replace(setting, offload=_placed(setting.offload, tmp_path)).arguments(),
-            **arguments,
-        )
-        before = optimizer.traffic
-        module(torch.ones(2, 32)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return optimizer.describe(), (optimizer.traffic - before).payload_sent
-
-    results: list[Any] = Loopback(setting.world_size).run(program)
-    for rank, (found, _) in enumerate(results):
-        here = plan.of_rank(setting, rank)
-        kinds = {"parameters": here.parameters, "gradients": here.gradients, "optimizer": here.optimizer}
-        for reported in (found.bytes, found.formula_bytes):
-            assert kinds == {kind: reported[kind] for kind in kinds}, (row, rank)
-        assert here.offloaded == found.offloaded_bytes, (row, rank)
-        for kind, bound in (("gathered_peak", here.gathered_peak), ("scratch_peak", here.scratch_peak)):
-            formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0
-            assert found.bytes[kind] <= bound == formula, (row, rank)
-    assert sum(spent for _, spent in results) == plan.sent(setting), row
-    return setting, plan
-
-
-def _placed(offload: Offload | None, folder: Path) -> Offload | None:
-    return offload if offload is None or offload.on_host else Offload(folder)
+def test_a_state_in_8_bits_has_a_quarter_of_the_bytes_with_scales_and_a_table() -> None:
+    of_8_bits = Quantized(8, 256, 1024)
+    assert of_8_bits.nbytes(4096) == 4096 + 16 * 4 + 1024
+    assert Quantized(4, 128, 64).nbytes(4096) == 2048 + 32 * 4 + 64
+    sizes = (4095, 4096, 4097, 8192, 8192 + 256, 8192 + 128)
+    assert [of_8_bits.fits(numel) for numel in sizes] == [False, True, False, True, True, False]
+    assert [of_8_bits.is_cut(numel) for numel in sizes] == [False, False, False, True, True, False]
+    assert OptimizerStates(2, quantized=of_8_bits).moved == 2 * 65 / 256
 
 
 TABLE_1 = """

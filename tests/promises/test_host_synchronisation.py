@@ -11,7 +11,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,20 +21,18 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import ZeroOptimizer
 
 from ..support.built_kernels import built_kernels, put_in
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.programs import locked_build
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side, same_as_plain
 
 pytestmark = pytest.mark.law("host synchronisation")
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them
-ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NAMED = "host synchronisation"
 
 
@@ -108,10 +106,8 @@ def scaled(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
     scaler.unscale_(optimizer)
 
 
-def looks_of_a_step(
-    transport: Transport, stage: int, acts: tuple[Act, ...], steps: int, precision: MixedPrecision | None = None
-) -> list[list[str]]:
-    """Return for each step the places that read values.
+def looks_of_a_step(transport: Transport, stage: int, acts: tuple[Act, ...], precision: Any = None) -> list[list[str]]:
+    """Return for each of two steps the places that read values.
 
     The optimizer is fused: torch's other paths read step counts, on the host.
     """
@@ -120,7 +116,7 @@ def looks_of_a_step(
     arguments |= {"lr": 1e-2, "fused": True, "mixed_precision": precision}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, **arguments)
     found = []
-    for step in range(steps):
+    for step in range(2):
         batch = odd_batches(1, step)[0]  # the same parameters in every step
         with noted(looks := []):
             for act in acts:
@@ -131,72 +127,33 @@ def looks_of_a_step(
     return found
 
 
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
-def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(stage: int) -> None:
-    def looks(*acts: Act) -> list[list[str]]:
-        (found,) = on_threads(1, lambda transport: looks_of_a_step(transport, stage, acts, 3))
-        assert all(NAMED in look.lower() for step in found for look in step), found
-        return found
-
-    assert looks(backward) == looks(pending, backward) == [[]] * 3
-    means = 1 if stage == 0 else 0  # one for all
-    assert [len(step) for step in looks(backward, backward)] == [means] * 3
-    clipped = looks(backward, clip)
-    assert [sum("_add_unread" in look for look in step) for step in clipped] == [1] * 3
-    with put_in(built_kernels()):
-        assert [len(step) for step in looks(backward, clip)] == [means] * 3
+CASES: dict[str, tuple[int, tuple[Act, ...], Any, tuple[int, ...]]] = {  # ranks, and the looks of a step at each stage
+    "a backward": (1, (backward,), None, (0, 0, 0, 0)),
+    "no sync": (1, (pending, backward), None, (0, 0, 0, 0)),
+    "two backwards": (1, (backward, backward), None, (1, 0, 0, 0)),  # one for the means of all
+    **{name: (1, (backward,), precision, (0, 0, 0, 0)) for name, precision in PRECISIONS.items()},  # with masters
+    "a scaler": (1, (scaled,), None, (0, 2, 2, 2)),  # of the ranks' scale, and of whether all gradients are finite
+    "a scaler, fp16": (1, (scaled,), PRECISIONS["fp16"], (2, 2, 2, 2)),
+    "two ranks": (2, (backward,), None, (0, 0, 0, 1)),  # once for all units
+    "two ranks, two backwards": (2, (backward, backward), None, (1, 0, 0, 1)),
+    "a clip": (1, (backward, clip), None, (1, 0, 0, 0)),
+}
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
-def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
-    """Masters are updated without a read. Ranks compare the scale, and agree whether all gradients are finite."""
-
-    def looks(act: Act, precision: MixedPrecision | None) -> list[list[str]]:
-        return on_threads(1, lambda transport: looks_of_a_step(transport, stage, (act,), 2, precision))[0]
-
-    for precision in PRECISIONS.values():
-        assert looks(backward, precision) == [[], []]
-    for chosen in (None, PRECISIONS["fp16"]):
-        found = looks(scaled, chosen)
-        assert all(NAMED in look.lower() for step in found for look in step), found
-        shown = stage == 0 and chosen is None  # p.grad is real, and the scaler unscales it by itself
-        assert [len(step) for step in found] == [0 if shown else 2] * 2
-
-
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
-def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
-    expected = [1 if stage == 3 else 0] * 2
-    found = on_threads(2, lambda transport: looks_of_a_step(transport, stage, (backward, backward)[stage == 0 :], 2))
-    for steps in found:
-        assert [len(step) for step in steps] == expected
-        assert all(NAMED in look.lower() for step in steps for look in step), steps
+@pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
+def test_a_step_looks_at_no_value_but_where_it_says_so(stage: int) -> None:
+    for case, (ranks, acts, precision, counts) in CASES.items():
+        with put_in(built_kernels()) if clip in acts else nullcontext():
+            found = on_threads(ranks, partial(looks_of_a_step, stage=stage, acts=acts, precision=precision))
+        for steps in found:
+            assert all(NAMED in look.lower() for step in steps for look in step), case
+            assert [len(step) for step in steps] == [counts[stage]] * 2, case
+    (clipped,) = on_threads(1, lambda transport: looks_of_a_step(transport, stage, (backward, clip)))
+    assert [sum("_add_unread" in look for look in step) for step in clipped] == [1] * 2, "without built kernels"
 
 
 def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
     """The control: on the CPU the library searches for edits when it releases a unit, which is recorded as a read."""
-    for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
+    for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,))):
         assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
-
-
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: int) -> None:
-    """For loops that never call `zero_grad`; `.data` has a version counter of its own."""
-    batches = odd_batches(4)
-
-    def loop(side: Side) -> None:
-        for step in range(2):
-            side.train(lambda model, rank, step=step: odd_loss(model, batches[2 * step + rank]))  # type: ignore[misc]
-            side.step()
-            if isinstance(side, AsPlain):
-                side.clear("zeros")
-                continue
-            for parameter in side.model.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.data.zero_()
-
-    build = partial(locked_build, 0)
-    same_as_plain(loop, build, torch.optim.AdamW, world_size, settings={"stage": 0}, lr=1e-2)

@@ -1,75 +1,35 @@
-"""What one rank does differently is one error on every rank, soon, that names the rank and the first difference."""
+"""What one rank does differently is one error on every rank, soon, with the rank; close() then frees the model."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from collectives import Transport, on_threads
-from zero import ZeroOptimizer
+from collectives import Loopback, Transport, on_threads
+from collectives.backends.gloo import connect
+from zero import ZeroOptimizer, clip_grad_norm_
 
-from ..support.errors import error_of, errors_on
+from ..support.errors import assert_in_order, error_of, is_plain, warned
 from ..support.limits import BOUND
-from ..support.plain import assert_same_model
-from .layers import backward, build, errors_on_ranks, on_ranks, plain, train, zero
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.rows import rows
+from ..support.small import TwoVectors, plain_two, with_sgd
+from .layers import backward, build, on_ranks, plain, train, zero
 
 pytestmark = pytest.mark.law("errors")
 
-ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
+class Rate(float):
+    """A number equal to that of the other ranks, which fails in a step."""
 
-def overlapping(transport: Transport) -> None:
-    model = build()
-    if transport.rank == 1:
-        model.wide = nn.Parameter(torch.zeros(1, 4).expand(5, 4))
-    zero(model, transport)
-
-
-def in_another_order(transport: Transport) -> None:
-    names = ("right", "left") if transport.rank else ("left", "right")
-    zero(nn.ModuleDict({name: nn.Linear(3, 3) for name in names}), transport, 1)
-
-
-def with_a_buffer(transport: Transport) -> None:
-    """The line of a buffer is the last one."""
-    model = nn.Linear(3, 3)
-    if transport.rank == 0:
-        model.register_buffer("mine", torch.zeros(2))
-    zero(model, transport, 1)
-
-
-CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] = {
-    "model": (
-        lambda transport: zero(nn.Linear(3, 3 + (transport.rank == 2)), transport, 1),
-        ("rank 0 has [weight [3, 3]", "rank 2 has [weight [4, 3]"),
-    ),
-    "order": (in_another_order, ("the ranks built different models", "rank 0 has [left.weight [3, 3]")),
-    "buffer": (with_a_buffer, ("rank 0 has [buffer mine [2]", "rank 1 has [nothing more]")),
-    "memory": (overlapping, ("rank 1: ", "'wide' overlaps itself")),
-}
-
-
-@pytest.mark.law("agreement at construction")
-@pytest.mark.parametrize("name", CONSTRUCTIONS)
-def test_ranks_that_build_differently_learn_the_first_difference(name: str) -> None:
-    construct, words = CONSTRUCTIONS[name]
-    messages = errors_on(3, construct)
-    for word in words:
-        assert word in messages[0], messages
-        assert all(word in message or word == "rank 1: " for message in messages), messages
-
-
-def cleared(model: Any, optimizer: ZeroOptimizer) -> None:
-    backward(model)
-    optimizer.clip_grad_norm_(1.0)
-    if optimizer.rank == 1:
-        optimizer.zero_grad()
-    optimizer.step()
+    def __neg__(self) -> float:
+        raise TypeError("this rate cannot be used")
 
 
 def frozen(model: Any, optimizer: ZeroOptimizer) -> None:
@@ -101,114 +61,229 @@ def sparse(model: Any, optimizer: ZeroOptimizer) -> None:
     optimizer.step()
 
 
-TRAININGS: list[tuple[Callable[[Any, ZeroOptimizer], None], tuple[int, ...], tuple[str, ...]]] = [
-    (cleared, (2,), ("step(): the gradients of rank 0 are divided, those of rank 1 open: clip, step and clear",)),
-    (frozen, (2,), ("step(): '2.bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every",)),
-    (frozen_before_a_backward, (0, 1, 2), ("trainable",)),
-    (edited, (2,), ("'2.bias' differs between rank 0 and rank 1",)),
-    (not_finite, (0, 1, 2, 3), ("non-finite",)),
-    (sparse, (0, 1, 2, 3), ("'weight' is torch.sparse_coo: sparse gradients are not supported", "sparse=False")),
+def in_another_dtype(model: Any, optimizer: ZeroOptimizer) -> None:
+    train(model, optimizer)
+
+
+def saved_alone(model: Any, optimizer: ZeroOptimizer) -> None:
+    backward(model)
+    (optimizer.step if optimizer.rank else optimizer.full_state_dict)()
+
+
+def with_an_error_in_a_step(model: Any, optimizer: ZeroOptimizer) -> None:
+    backward(model)
+    if optimizer.rank == 1:
+        optimizer.param_groups[0]["lr"] = Rate(0.5)
+    optimizer.step()
+    optimizer.check_replicas()
+
+
+def in_other_calls(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    (optimizer.step if optimizer.rank else optimizer.check_replicas)()
+
+
+def with_fewer_batches(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    for _ in range(3 - optimizer.rank):
+        train(model, optimizer)
+
+
+Act = Callable[[Any, ZeroOptimizer], None]
+ALONE = "Did one rank alone evaluate, generate or save? All ranks call full_state_dict(), too"
+APART: list[tuple[Act, tuple[int, ...], bool, str]] = [  # stages, and whether the optimizer has failed then
+    (
+        frozen,
+        (2,),
+        False,
+        "step(): '2.bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every",
+    ),
+    (frozen_before_a_backward, (2, 0, 1), True, "backward 1 since"),
+    (edited, (2,), False, "'2.bias' differs between rank 0 and rank 1"),
+    (not_finite, (3, 0, 1, 2), False, "non-finite"),
+    (sparse, (2, 0, 1, 3), False, "'weight' is torch.sparse_coo: sparse gradients are not supported … sparse=False"),
+    (in_another_dtype, (3, 0, 1, 2), False, "RuntimeError: rank … the gradient of '2.bias': … grad_dtype"),
+    (saved_alone, (3, 0, 1, 2), True, f"rank 0 is in full_state_dict(to=0, masters=False) … {ALONE}"),
+    (with_an_error_in_a_step, (2, 0, 1, 3), True, "TypeError: this rate cannot be used"),
+    (in_other_calls, (3, 1), True, "check_replicas()"),
+    (with_fewer_batches, (3, 0, 2), True, "all ranks of a group must make the same calls"),
 ]
 
 
+@pytest.mark.law("agreement before a change")
+@pytest.mark.law("exceptions")
 @pytest.mark.law("norm and overflow")
 @pytest.mark.parametrize(
-    ("train_apart", "stage", "words"),
+    ("act", "stage", "fails", "words"),
     [
-        pytest.param(train_apart, stage, words, id=f"{train_apart.__name__}-{stage}")
-        for train_apart, stages, words in TRAININGS
-        for stage in stages
+        pytest.param(act, stage, fails, words, id=f"{act.__name__}-{stage}")
+        for act, stages, fails, words in APART
+        for stage in rows(stages[:1], stages[1:])
     ],
 )
-def test_ranks_that_train_differently_learn_where(
-    train_apart: Callable[[Any, ZeroOptimizer], None], stage: int, words: tuple[str, ...]
+def test_ranks_that_train_differently_learn_where_and_a_close_after_it_is_quiet(
+    act: Act, stage: int, fails: bool, words: str
 ) -> None:
-    def program(transport: Transport) -> None:
-        model = nn.Embedding(5, 3, sparse=True) if train_apart is sparse else build()
-        train_apart(model, zero(model, transport, stage))
+    def program(transport: Transport) -> tuple[str, list[str]]:
+        model: Any = nn.Embedding(5, 3, sparse=True) if act is sparse else build()
+        for parameter in model.parameters() if act is in_another_dtype else ():
+            parameter.grad_dtype = torch.float64
+        optimizer, later = zero(model, transport, stage, collective="pairwise"), list[str]()
 
-    messages = errors_on(2, program)
-    for message in messages:
-        assert all(word in message for word in words), message
-    if train_apart is frozen_before_a_backward:
-        assert any("frozen on rank 1: '2.bias'" in message for message in messages), messages
-        assert all("rank 1 is in backward 1 (frozen: '2.bias') since" in message for message in messages), messages
-        assert all("rank 0 is in backward 1 since" in message for message in messages), messages
+        def closed() -> None:
+            with closing(optimizer):
+                try:
+                    act(model, optimizer)
+                except Exception:
+                    later.extend(error_of(call) for call in (optimizer.step, lambda: backward(model)) if fails)
+                    raise
+
+        said = error_of(closed)
+        assert error_of(optimizer.close) == "nothing"
+        assert is_plain(model) or (fails and stage == 3)  # whose values other ranks have
+        return said, later
+
+    with warned() as messages:
+        found = on_threads(2, program, timeout=BOUND)
+    for said, later in found:
+        assert_in_order(words, said)
+        assert said.count("optimizer.join()") <= 1
+        assert all("closed since an earlier failure" in text for text in later)
+    assert messages == [] or not fails or act is with_an_error_in_a_step
+    if act is with_an_error_in_a_step:
+        assert "rank 1 failed: rank 1, in step(): TypeError" in found[0][0]
+    if act is frozen_before_a_backward:
+        assert any("frozen on rank 1: '2.bias'" in said for said, _ in found), found
+        assert all("rank 1 is in backward 1 (frozen: '2.bias') since" in said for said, _ in found), found
 
 
-@ALL_STAGES
-def test_a_rank_that_saves_alone_is_asked_whether_it_did(stage: int) -> None:
-    def program(transport: Transport) -> None:
-        model = build()
-        optimizer = zero(model, transport, stage, collective="pairwise")
-        backward(model)
-        optimizer.full_state_dict() if transport.rank == 0 else optimizer.step()
-
-    for message in errors_on(2, program):
-        assert "rank 0 is in full_state_dict(to=0, masters=False)" in message
-        assert "Did one rank alone evaluate, generate or save? All ranks call full_state_dict(), too" in message
+# -- close() and errors ------------------------------------------------------------------------------------------------
 
 
-@ALL_STAGES
-def test_after_another_divisor_on_one_rank_nothing_is_lost(stage: int) -> None:
-    def program(model: Any, optimizer: ZeroOptimizer) -> nn.Module:
-        optimizer.divisor = 2 + optimizer.rank
-        backward(model)
-        message = error_of(optimizer.step)
-        assert "divisor" in message
-        assert "is 2 on rank 0, but 3 on rank 1" in message
-        optimizer.divisor = 2
-        optimizer.step()
+def in_finally(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    try:
+        raise KeyError("the user's own")
+    finally:
         optimizer.close()
-        return model
-
-    for model in on_ranks(program, stage):
-        assert_same_model(model, plain())
 
 
-class Rate(float):
-    """A number equal to that of the other ranks, which fails in a step."""
-
-    def __neg__(self) -> float:
-        raise TypeError("this rate cannot be used")
+def inside_join(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    with optimizer.join():
+        in_finally(model, optimizer)
 
 
-@pytest.mark.law("agreement before a change")
-@ALL_STAGES
-def test_an_error_in_one_ranks_step_reaches_the_others_with_its_reason(stage: int) -> None:
-    def program(model: Any, optimizer: ZeroOptimizer) -> None:
-        backward(model)
-        if optimizer.rank == 1:
-            optimizer.param_groups[0]["lr"] = Rate(0.5)
-        optimizer.step()
-        optimizer.check_replicas()
+@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
+def test_a_close_that_fails_never_hides_the_error_before_it(stage: int) -> None:
+    """Rank 0 fails and closes while rank 1 continues: neither succeeds, and each gets the reason."""
 
-    messages = errors_on_ranks(program, stage, 3)
-    assert messages[1] != "nothing"
-    for rank in (0, 2):
-        assert "rank 1 failed: rank 1, in step(): TypeError" in messages[rank]
-
-
-def test_a_further_parameter_with_a_gradient_on_one_rank_is_refused_on_all() -> None:
-    """After a step gradients are cleared before anything uses them, so there it is taken."""
-
-    def program(transport: Transport) -> tuple[str, nn.Module]:
-        model = build()
-        further = model[2].weight
-        known = [p for p in model.parameters() if p is not further]
-        optimizer = zero(known, transport, 2, module=model)
-        if transport.rank == 1:
-            further.grad = torch.ones(4, 4)
-        message = error_of(optimizer.add_param_group, {"params": [further]})
-        assert len(optimizer.param_groups) == 1
-        further.grad = None
-        optimizer.add_param_group({"params": [further]})
+    def program(model: Any, optimizer: ZeroOptimizer) -> str:
         train(model, optimizer)
+        if optimizer.rank == 1:
+            return error_of(optimizer.step)
+        message = error_of(in_finally, model, optimizer)
+        assert "this optimizer is closed" in error_of(optimizer.step)
+        return message
+
+    with warned() as messages:
+        first, second = on_ranks(program, stage)
+    assert first == 'KeyError: "the user\'s own"'
+    assert "close()" in second
+    assert "step()" in second
+    (message,) = messages
+    assert_in_order("close() after KeyError: … step()", message)
+
+
+@pytest.mark.parametrize(("stage", "join"), rows([(2, False), (3, True)], [(0, True), (1, False), (3, False)]))
+def test_where_all_ranks_fail_alike_close_hides_no_error_and_the_model_is_whole(stage: int, join: bool) -> None:
+    """Inside `join()` the close itself fails, with a warning, and the optimizer trains on."""
+
+    def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, nn.Module]:
+        train(model, optimizer)
+        message = error_of(inside_join if join else in_finally, model, optimizer)
+        if join:
+            train(model, optimizer)
         optimizer.close()
         return message, model
 
-    for message, model in on_threads(2, program, timeout=BOUND):
-        text = message.removeprefix("ValueError: ").removeprefix("rank 1: ")
-        assert text.startswith("add_param_group: '2.weight' has a gradient already")
-        assert "set p.grad = None" in message
-        assert_same_model(model, plain())
+    with warned() as messages:
+        for found, model in on_ranks(program, stage):
+            assert 'KeyError: "the user\'s own"' in found
+            assert is_plain(model)
+            assert_same_model(model, plain(1 + join))
+    assert len(messages) == 2 * join
+    assert all("close() after KeyError: close() inside a forward" in message for message in messages)
+
+
+@pytest.mark.parametrize("stage", rows([2], [0, 1]))
+def test_after_a_group_failed_half_way_close_frees_the_model(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is left for the gradients of the group, say, when its parameters have been stored already."""
+
+    def program(transport: Transport) -> list[str]:
+        model = TwoVectors()
+        optimizer = with_sgd([model.a], transport, module=model, stage=stage)
+        optimizer.exchange(b"all are built")
+        monkeypatch.setattr("zero.setup.GradAccumulator", None)
+        messages = [error_of(optimizer.add_param_group, {"params": [model.b]})]
+        assert optimizer.describe().bytes["optimizer"] == 0
+        messages.append(error_of(optimizer.step))
+        optimizer.close()
+        assert is_plain(model)
+        assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 2
+        assert_same_model(model, TwoVectors())
+        return messages
+
+    for first, second in on_threads(2, program, timeout=BOUND):
+        assert "NoneType" in first
+        assert "closed since an earlier failure" in second
+
+
+def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
+    armed = [False]
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if armed[0] and rank == 0 and event == "wait":
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    def program(transport: Transport) -> TwoVectors:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, bucket_cap_mb=1e-6)
+        armed[0] = armed[0] or transport.rank == 0
+        try:
+            model(1.0 + transport.rank).backward()
+        except KeyboardInterrupt:
+            assert transport.rank == 0
+        optimizer.step()
+        return model
+
+    ours = Loopback[TwoVectors](2, timeout=BOUND, interfere=interfere).run(program)[1]
+    assert_same_bits(ours.b, plain_two([(1.0, True), (2.0, True)], 2).b)
+
+
+@pytest.mark.law("group ranks")
+@pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
+def test_groups_of_one_world_train_apart(stage: int) -> None:
+    """{1, 3} and {0, 2} of four, at the same time, with data, sums and norms of their own."""
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        odd = transport.rank % 2
+        group = transport.split([1, 3] if odd else [0, 2])
+        model = TwoVectors()
+        optimizer = with_sgd(model, group, stage=stage, module=model)
+        model(1.0 + group.rank + 10 * odd).backward()
+        norm = optimizer.clip_grad_norm_(50.0)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    for rank, (model, norm) in enumerate(on_threads(4, program, timeout=BOUND)):
+        batches = [(1.0 + group_rank + 10 * (rank % 2), True) for group_rank in range(2)]
+        assert_same_model(model, plain_two(batches, 2, clip=50.0))
+        unclipped = plain_two(batches, 2, steps=0)
+        for batch in batches:
+            (unclipped(*batch) / 2).backward()  # dividing by a power of two changes no bits of the sum
+        assert_same_bits(norm, clip_grad_norm_(unclipped.parameters(), 50.0))
+
+
+def test_several_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE is 2, but no process group is initialised: call" in error_of(connect, None)
+    assert "init_process_group" in error_of(ZeroOptimizer, nn.Linear(3, 3))

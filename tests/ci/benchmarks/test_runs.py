@@ -1,32 +1,55 @@
-"""Each benchmark runs in its smallest form, checks what it times, and shows the same again from its file."""
+"""Each benchmark runs in its smallest form, checks what it times, and shows its file again; pages show stored files."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import typer
+from typer.testing import CliRunner, Result
 
-pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from benchmarks import checkpoint, network, rounding, steps, two_hosts
+from benchmarks import checkpoint, rounding, steps
 from benchmarks import collectives as one_host
 from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample
 from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
 from benchmarks.gpu_short import __main__ as gpu_short
-from benchmarks.gpu_short.job import SECTIONS, WHOLE, Row, ShortJob, file_of, outcome_of
-from benchmarks.gpu_short.page import Found
+from benchmarks.gpu_short import clock
+from benchmarks.gpu_short.job import SECTIONS, WHOLE, ShortJob, file_of, outcome_of
+from benchmarks.gpu_short.page import Found, tables
 from benchmarks.processes import RankError, run_ranks
+from benchmarks.rank import live_storages
 from benchmarks.report import Report
-from benchmarks.step_tables import Summary, Turn
+from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries
 from benchmarks.systems import DDP, FLOOR
 
-from .called import run
+from ...support.pictures import FOLDER
 
+pytestmark = pytest.mark.timeout(400)  # a fresh process for each rank imports torch, and a busy machine takes its time
 ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(main: Any, *arguments: object) -> Result:
+    """Call ``main``, the function of a typer command, with the arguments of a command line."""
+    application = typer.Typer()
+    application.command()(main)
+    return CliRunner().invoke(application, [str(argument) for argument in arguments])
+
+
+def parts_of(main: Any, file: Path, *arguments: object) -> list[dict[str, Any]]:
+    """Run a benchmark, which writes a file and shows it again, and return the parts of the file."""
+    done = run(main, *arguments, "--quick", "--markdown", "--out", file.parent)
+    assert done.exit_code == 0, done.output
+    assert run(main, "--show", file, "--markdown", "--out", file.parent / "again").stdout == done.stdout
+    return list(Report.read(file).parts)
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
@@ -34,97 +57,45 @@ def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
         run_ranks("step_rank", '{"no_such_field": 1}', 1)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.timeout(400)
-def test_every_algorithm_is_timed_checked_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_algorithm_is_timed_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = replace(one_host.QUICK, sizes=[4096], seconds=0.01, least=1, most=2)
     monkeypatch.setattr(one_host, "QUICK", least)
-    done = run(one_host.main, "--ranks", 2, "--quick", "--markdown", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    parts = Report.read(tmp_path / "collectives.json").parts
+    parts = parts_of(one_host.main, tmp_path / "collectives.json", "--ranks", 2)
     everywhere = {"shared", "pairwise", "ring", GLOO, ROOFLINE}
     assert {(part["operation"], part["algorithm"]) for part in parts} == {
         *(("reduce-scatter", name) for name in everywhere),
         *(("all-gather", name) for name in everywhere | {IN_COMMON, RELEASED}),
     }
     assert all(0 < part["low"] <= part["median"] <= part["high"] < 60 for part in parts)
-    again = run(one_host.main, "--show", tmp_path / "collectives.json", "--markdown")
-    assert "| 4 KiB |" in done.stdout
-    assert again.stdout == done.stdout
 
 
-@pytest.mark.timeout(400)
-def test_between_hosts_bytes_are_counted_or_what_is_missing_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least = replace(two_hosts.QUICK, sizes=[1 << 20], seconds=0.01, least=1, most=1)
-    monkeypatch.setattr(two_hosts, "QUICK", least)
-    done = run(two_hosts.main, "--ranks", 1, "--quick", "--markdown", "--out", tmp_path)
-    if done.exit_code:  # no root, no `ip` or `tc`, or no right to make namespaces
-        assert done.stderr.startswith("error: ")
-        assert network.missing() or "`ip " in done.stderr
-        return
-    parts = Report.read(tmp_path / "hosts2.json").parts
-    left = {part["measured"]["algorithm"]: part["measured"]["left"] for part in parts}
-    assert all(len(of) == 2 for of in left.values())
-    assert all(1 <= nbytes / (1 << 19) < 1.1 for nbytes in left["pairwise"]), "half of the buffer leaves each host"
-    assert not [name for name in network._names() if name.startswith(f"{network.PREFIX}-{os.getpid()}-")]
-
-
-@pytest.mark.timeout(400)  # a fresh process for each rank imports torch, and a busy machine takes its time
 def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
     options = [word for name in (FLOOR, DDP, "zero 2") for word in ("--system", name)]
-    done = run(steps.main, "--quick", "--model", "deep", *options, "--markdown", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    floor, ddp, ours = (Summary(**part) for part in Report.read(tmp_path / "steps.json").parts)
+    floor, ddp, ours = (
+        Summary(**part) for part in parts_of(steps.main, tmp_path / "steps.json", "--model", "deep", *options)
+    )
     assert [summary.system for summary in (floor, ddp, ours)] == [FLOOR, DDP, "zero 2"]
     assert floor.loss is None
     assert ddp.loss == ours.loss is not None
     assert ours.states < 0.51 * ddp.states + 1e5
     assert ours.peak > 0 < ours.proportional
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-    again = run(steps.main, "--show", tmp_path / "steps.json", "--markdown", "--out", tmp_path / "again")
-    assert again.stdout == done.stdout
     wrong = run(steps.main, "--system", "no such thing", "--out", tmp_path)
     assert wrong.exit_code == 2
     assert "'no such thing' is no" in wrong.output
 
 
-@pytest.mark.timeout(400)
-def test_a_system_steps_in_turn_with_that_of_another_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "QUICK_IN_TURN", (1, 0, 2))
-    (tmp_path / "other").mkdir()
-    for package in ("zero", "collectives"):
-        (tmp_path / "other" / package).symlink_to(ROOT / package)
-    options = ("--in-turn", "zero 3", "--in-turn", f"zero 3@{tmp_path / 'other'}")
-    done = run(steps.main, "--quick", "--model", "tensors-16", *options, "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    one, other = (Turn(**part) for part in Report.read(tmp_path / "steps-in-turn.json").parts)
-    assert (one.system, other.system) == ("zero 3", "zero 3@other")
-    assert (len(one.seconds), len(other.seconds)) == (2, 2)
-    assert one.loss == other.loss
-
-
-@pytest.mark.timeout(400)  # DCP's processes import torch, and a busy machine takes its time
-def test_saves_and_loads_are_timed_beside_peers_and_shown_again(tmp_path: Path) -> None:
-    done = run(checkpoint.main, "--quick", "--folder", tmp_path, "--markdown", "--out", tmp_path / "out")
-    assert done.exit_code == 0, done.output
-    samples = [SaveSample(**part) for part in Report.read(tmp_path / "out" / "checkpoint.json").parts]
+def test_saves_and_loads_are_timed_beside_peers(tmp_path: Path) -> None:
+    parts = parts_of(checkpoint.main, tmp_path / "out" / "checkpoint.json", "--folder", tmp_path)
+    samples = [SaveSample(**part) for part in parts]
     assert {sample.what for sample in samples} == {SAVE, TRAIN, COLD, WARM}
     for what, ways in ((SAVE, SAVES), (TRAIN, {*SAVES, *WITHOUT.values()}), (COLD, LOADS)):
         assert {sample.way for sample in samples if sample.what == what} >= set(ways)
     assert all(0 < s.values["call"] <= s.values["done"] < 60 for s in samples if s.what == SAVE)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    again = run(checkpoint.main, "--show", tmp_path / "out" / "checkpoint.json", "--markdown")
-    assert again.stdout == done.stdout
 
 
-# -- one GPU -----------------------------------------------------------------------------------------------------------
-
-LIMITS = {"a": 30.0, "b": 30.0, "c": 3.0, "d": 30.0, "e": 30.0}
 WORKER = """
 import os, sys, time
 from benchmarks.gpu_short.job import ShortJob, run
@@ -133,38 +104,30 @@ from benchmarks.rank import end_with
 def section(ends):
     def measure(job):
         yield {"row": 1}
-        ends()
+        eval(ends)
         yield {"row": 2}
     return measure
 
-def raises():
-    raise KeyError("a bug")
-
 end_with(int(sys.argv[2]))
-what = {"a": lambda: None, "b": raises, "c": lambda: time.sleep(600), "d": lambda: os._exit(3), "e": lambda: None}
+what = {"a": "None", "b": "{}['a bug']", "c": "time.sleep(600)", "d": "os._exit(3)", "e": "None"}
 run(ShortJob.from_json(sys.argv[1]), {name: section(ends) for name, ends in what.items()}, "a GPU")
 """
+OUTCOMES = {"a": WHOLE, "b": "KeyError: 'a bug'", "c": "cut off after 3 s", "d": "its process ended with 3", "e": WHOLE}
 
 
 def test_a_section_that_fails_ends_or_hangs_keeps_its_rows_and_ends_no_other(tmp_path: Path) -> None:
     job = ShortJob(str(tmp_path), "abcde", "cpu", True, command="python -m benchmarks.gpu_short")
     begin = time.monotonic()
-    gpu_short.run(job, [sys.executable, "-c", WORKER], LIMITS)
+    gpu_short.run(job, [sys.executable, "-c", WORKER], {name: 3.0 if name == "c" else 30.0 for name in OUTCOMES})
     assert time.monotonic() - begin < 600, "the one that hangs was cut off"
-    first, both = [{"row": 1}], [{"row": 1}, {"row": 2}]
-
-    def read(name: str) -> tuple[list[Row], str]:
+    for name, outcome in OUTCOMES.items():
         report = Report.read(file_of(str(tmp_path), name))
-        return [part for part in report.parts if "row" in part], str(outcome_of(report)["outcome"])
-
-    assert read("a") == read("e") == (both, WHOLE)
-    assert read("b") == (first, "KeyError: 'a bug'")
-    assert read("c") == (first, "cut off after 3 s")
-    assert read("d") == (first, "its process ended with 3")
+        rows = [{"row": 1}, {"row": 2}][: 2 if outcome == WHOLE else 1]
+        assert [part for part in report.parts if "row" in part] == rows
+        assert outcome_of(report)["outcome"] == outcome
     assert "| its process ended with 3 |" in (tmp_path / "gpu-short.md").read_text()
 
 
-@pytest.mark.timeout(400)
 def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     done = run(gpu_short.main, "--device", "cpu", "--quick", "--world", "8,64", "--out", tmp_path)
     assert done.exit_code == 0, done.output
@@ -184,4 +147,98 @@ def test_the_loss_of_each_way_to_round_is_printed(capsys: pytest.CaptureFixture[
     rounding.main(["--steps", "2", "--seeds", "1"])
     lines = capsys.readouterr().out.splitlines()[1:]
     assert [line[:22].strip() for line in lines] == list(rounding.LOOPS)
-    assert all(4 < float(line.split()[-1]) < 6 for line in lines)  # a byte is one of 256 still
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+STORED = {"steps": (), "steps-bf16": ("--precision", "bf16"), "steps-dials": ("--dials",)}
+
+
+def stored(name: str) -> list[Summary]:
+    return [Summary(**part) for part in Report.read(RESULTS / f"{name}.json").parts]
+
+
+# -- stored results ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_page_shows_the_stored_results(name: str, tmp_path: Path) -> None:
+    done = run(steps.main, *STORED[name], "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
+    assert done.exit_code == 0, done.output
+    text = (RESULTS.parent / "README.md").read_text()
+    if name != "steps-bf16":
+        assert done.stdout.strip() in text
+        return
+    ratios = {(s.system, s.model): f"{s.of_ddp:.2f}" for s in stored(name)}
+    words = " ".join(text.split())
+    for model in ("compute", "wide", "deep", "embedding"):
+        assert "{}, {}, {} and {}".format(*(ratios[f"zero {stage}", model] for stage in range(4))) in words, model
+
+
+def test_the_ratios_of_readme_are_those_of_the_stored_results() -> None:
+    found = {(s.system, s.model): s for s in stored("steps")}
+    head, _, *lines = ("| GPT |" + (ROOT / "README.md").read_text().partition("| GPT |")[2]).splitlines()
+    systems, *rows = [line.replace("*", "").strip("| ").split(" | ") for line in (head, *lines[: lines.index("")])]
+    assert (len(systems), len(rows)) == (8, 3)
+    for name, *ratios in rows:
+        model = name.partition(",")[0]
+        assert ratios == [f"{found[system, model].of_ddp:.2f}" for system in systems[1:]], name
+
+
+def test_stored_results_are_small_name_no_folder_and_are_shown_again() -> None:
+    shown = run(gpu_short.main, "--out", RESULTS, "--sections", "")
+    assert shown.exit_code == 0, shown.output
+    assert all(table.title in shown.output for table in tables(Found(RESULTS)))
+    assert sum(path.stat().st_size for path in RESULTS.iterdir()) <= 200_000
+    texts = {path.name: path.read_text() for path in RESULTS.iterdir() if path.suffix != ".png"}
+    assert texts.keys() == {
+        *(f"gpu-short-{section}.json" for section in SECTIONS),
+        *(f"{name}.json" for name in STORED),
+    }
+    assert not [name for name, text in texts.items() if FOLDER.search(text)]
+
+
+def test_a_report_is_read_as_it_was_written_and_names_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--out", "/a folder/b", "--folder=../c", "--model", "deep", "--in-turn", "zero 2@/a/b"]
+    monkeypatch.setattr(sys, "argv", ["steps.py", *words])
+    parts = [{"a": 1, "b": None}, {"a": 0.1, "b": [1.5]}, {"c": "x"}, {"a": 2, "b": 1e-300}]
+    report = Report.of_this_machine("benchmarks.steps", parts)
+    assert report.command == "python -m benchmarks.steps --out DIR --folder=DIR --model deep --in-turn 'zero 2@DIR'"
+    report.write(tmp_path / "new" / "steps.json")
+    assert Report.read(tmp_path / "new" / "steps.json") == report
+
+
+# -- sums and checks ---------------------------------------------------------------------------------------------------
+
+
+def test_ratios_are_taken_within_a_round_or_of_steps_that_followed_each_other() -> None:
+    times = {DDP: (1.0, 10.0, 3.0), "zero 2": (2.0, 5.0, 3.0), FLOOR: (1.0, 5.0)}
+    runs = [
+        Run(system, "deep", number, 2, seconds, 0.5, 1, 2, 3, 10 * number, 5)
+        for system, rounds in times.items()
+        for number, seconds in enumerate(rounds)
+    ]
+    ours = next(summary for summary in summaries(runs) if summary.system == "zero 2")
+    assert (ours.seconds, ours.of_ddp, ours.of_floor, ours.peak, ours.rounds) == (3.0, 1.0, 1.5, 10, 3)
+    turns = [Turn(0, "m", "a", [1.0, 2.0, 9.0], 0.5), Turn(0, "m", "b", [2.0, 4.0, 9.0], 0.5)]
+    turns += [Turn(1, "m", "a", [5.0, 5.0, 5.0], 0.5), Turn(1, "m", "b", [5.0, 5.0, 5.0], 0.5)]
+    assert [row[2:4] for row in in_turn(turns).rows] == [["1.000", "1.000–1.000"], ["1.500", "1.250–1.750"]]
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clock.torch.cuda, "is_available", lambda: False)
+    done = run(gpu_short.main, "--out", tmp_path)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("error: there is no CUDA here")
+
+
+def test_a_gradient_that_nobody_looked_at_is_found() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1000))
+    before = live_storages().items()
+    (parameter * 2).sum().backward()
+    found = live_storages().items()  # fewer of earlier tests, if a garbage collection found them
+    assert parameter.grad is not None
+    assert found - before == {(parameter.grad.data_ptr(), 4000)}
+    parameter.grad = None
+    assert not live_storages().items() - before

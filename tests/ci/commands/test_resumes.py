@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.support.plain import bits, plain_step
+from tests.support.plain import assert_same_value, plain_step
 from tests.support.torchrun import (
     BEGUN,
     LIMIT,
@@ -73,63 +73,69 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
     check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
 
 
+PAGE = (ROOT / "zero" / "ELASTIC.md").read_text()
+
+
+@dataclass
+class PageScript:
+    """The script of the page, with more steps, so that there is time for it, in a folder."""
+
+    folder: Path
+    every: int
+    stop: str = "zero.StopOnSignal(optimizer)"
+
+    def __post_init__(self) -> None:
+        code = (
+            PAGE.partition("```python\n")[2]
+            .partition("```")[0]
+            .replace("EVERY = 60, 6, 10", f"EVERY = 200, 6, {self.every}")
+        )
+        code = f"import signal\n{code}".replace("zero.StopOnSignal(optimizer)", self.stop)
+        (self.folder / "script.py").write_text(code)
+        self.names: dict[str, Any] = {}
+        exec(code.partition("with zero.process_group")[0], self.names)
+        assert self.names["STEPS"] == 200
+
+    def saved(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.folder / "saved").glob("step-*"))
+
+    def check(self) -> None:
+        """Assert that the last checkpoint has the bits of the plain loop."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        count = self.names["MICRO_BATCHES"]
+        for step in range(200):
+            batches = [self.names["micro_batch"](step, index) for index in range(count)]
+            plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, count)
+            optimizer.zero_grad()
+        trained = zero.open_checkpoint(self.folder / "saved" / "step-00000200").model_state_dict()
+        assert_same_value(trained, dict(model.state_dict()), "the last checkpoint")
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to end"])
 def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
-    """It runs with more steps, so that there is time for it."""
-    code = (ROOT / "zero" / "ELASTIC.md").read_text().partition("```python\n")[2].partition("```")[0]
-    code = code.replace("EVERY = 60, 6, 10", f"EVERY = 200, 6, {10 if number == signal.SIGKILL else 1000}")
-    (tmp_path / "script.py").write_text(code)
-    names: dict[str, Any] = {}
-    exec(code.partition("with zero.process_group")[0], names)
-    steps, micro_batches, every = names["STEPS"], names["MICRO_BATCHES"], names["EVERY"]
-    assert steps == 200
+    killed = number == signal.SIGKILL
+    script = PageScript(tmp_path, every=10 if killed else 1000)
     with torchrun_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
         job.add(3)
-        begun = "step-*" if number == signal.SIGKILL else ".lock"
-        assert job.until(lambda: list((tmp_path / "saved").glob(begun))), job.log()
+        assert job.until(lambda: list((tmp_path / "saved").glob("step-*" if killed else ".lock"))), job.log()
         time.sleep(1.0)  # any moment of the run will do
         send(job.staying[1].workers(), number)
         job.wait()
         assert [agent.process.returncode for agent in job.agents] == [0] * 3, job.log()
-    saved = saved_steps(tmp_path)
-    assert saved[-1] == steps
-    if number == signal.SIGTERM:
-        assert len(saved) == 2, "the step after which all ranks have ended, and the last one"
-    else:
-        assert saved == list(range(every, steps + 1, every))
-    check_trained(tmp_path, steps, names["micro_batch"], micro_batches)
-
-
-def saved_steps(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
-
-
-def check_trained(folder: Path, steps: int, micro_batch: Callable[[int, int], Any], micro_batches: int) -> None:
-    """Assert that the last checkpoint of the page's script has the bits of the plain loop."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        batches = [micro_batch(step, index) for index in range(micro_batches)]
-        plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, micro_batches)
-        optimizer.zero_grad()
-    trained = zero.open_checkpoint(folder / "saved" / f"step-{steps:08d}").model_state_dict()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(bits(parameter), bits(trained[name]))
+    saved = script.saved()
+    assert saved[-1] == 200
+    assert saved == list(range(10, 201, 10)) if killed else len(saved) == 2, "when all ranks ended, and the last one"
+    script.check()
 
 
 def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_queued_again(tmp_path: Path) -> None:
     """The signal comes to torchrun, with the flags of the page."""
-    page = (ROOT / "zero" / "ELASTIC.md").read_text()
-    code, flags = page.partition("```python\n")[2].partition("```")[0], re.findall(r"--s\w+-\w+(?:-\w+)?=\S+", page)
-    stop = re.search(r"`(zero\.StopOnSignal\(optimizer, \[.*?\]\))`", page)
-    assert stop is not None
+    flags = re.findall(r"--s\w+-\w+(?:-\w+)?=\S+", PAGE)
     assert [flag.partition("=")[0] for flag in flags] == ["--signals-to-handle", "--shutdown-timeout"]
-    code = "import signal\n" + code.replace("zero.StopOnSignal(optimizer)", stop[1])
-    code = code.replace("EVERY = 60, 6, 10", "EVERY = 200, 6, 1000")
-    (tmp_path / "script.py").write_text(code)
-    names: dict[str, Any] = {}
-    exec(code.partition("with zero.process_group")[0], names)
+    (stop,) = re.findall(r"`(zero\.StopOnSignal\(optimizer, \[.*?\]\))`", PAGE)
+    script = PageScript(tmp_path, 1000, stop)
 
     def queued(ranks: int) -> subprocess.Popen[str]:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *flags, "script.py"]
@@ -146,13 +152,13 @@ def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_
         job.send_signal(signal.SIGUSR1)
         _, said = job.communicate(timeout=LIMIT)
     assert job.returncode != 0, said
-    (stopped,) = saved_steps(tmp_path)
+    (stopped,) = script.saved()
     assert 0 < stopped < 200, said
     with queued(3) as job:
         _, said = job.communicate(timeout=LIMIT)
     assert job.returncode == 0, said
-    assert saved_steps(tmp_path) == [stopped, 200]
-    check_trained(tmp_path, 200, names["micro_batch"], 6)
+    assert script.saved() == [stopped, 200]
+    script.check()
 
 
 def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_same_bits(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from zero.examples.resume_on_other_ranks import main, train
+from zero.examples.resume_on_other_ranks import train
 
 from ...support.limits import PATIENT
 from ...support.loops import ROOT
@@ -54,12 +54,6 @@ def test_a_step_that_is_taken_already_is_no_place_to_stop(tmp_path: Path) -> Non
     for step in (3, 10, 25):
         with pytest.raises(SystemExit, match=rf"^--stop-after {step}: \S+ has step 10 of 24, so give one after it$"):
             train(str(tmp_path), 2, step)
-
-
-def test_an_empty_name_is_not_the_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["resume_on_other_ranks.py", ""])
-    with pytest.raises(SystemExit, match=r"^the folder has an empty name"):
-        main()
 
 
 def too_many(group: dist.ProcessGroup, rank: int, folder: str) -> str:

@@ -1,38 +1,95 @@
-"""The example `zero.examples.train` has the same checkpoints on one rank, on two, and resumed on three."""
+"""The script of README and the examples have the bits of one rank, or of the plain loop, at any number of ranks."""
 
 from __future__ import annotations
 
+import re
 import shutil
+import sys
 from pathlib import Path
+from subprocess import run
 
 import pytest
+import torch
 
 import zero
-from tests.commands.conftest import LIMIT, ROOT, command
+from tests.commands.conftest import LIMIT, ROOT
+from tests.support.plain import assert_same_value
 
-pytestmark = pytest.mark.timeout(3 * LIMIT)
-SIZES = ("-m", "zero.examples.train", "--device=cpu", "--epochs=2", "--batch=8", "--save-every=3")
-
-
-def contents(text: Path, folder: Path, ranks: int, *more: str) -> dict[str, str]:
-    """Run the example as a user starts it. Return the content of its checkpoints, by step."""
-    start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
-    ended = command(*start, *SIZES, f"--data={text}", f"--checkpoint={folder}", f"--out={folder}.pt", *more)
-    assert ended.returncode == 0, ended.stderr
-    assert "epoch 2: validation loss" in ended.stdout
-    return {path.name: zero.open_checkpoint(path).content for path in sorted(folder.glob("step-*"))}
+pytestmark = [pytest.mark.timeout(4 * LIMIT), pytest.mark.usefixtures("alone")]
+README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_has_the_same_checkpoints_at_any_stage_and_number_of_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four micro-batches in a step: two ranks have two each, and of three one has two."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def shown_by(folder: Path, ranks: int, *words: str) -> str:
+    """Run a script in a folder as a user starts it, under torchrun if there are several ranks."""
+    start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    command = [sys.executable, *start, *words]
+    ended = run(command, cwd=folder, capture_output=True, text=True, timeout=2 * LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def plain_loop() -> str:
+    """Return README's script without the lines that its diff adds, and with those that it removes."""
+    script, lines = block("python"), block("diff").splitlines(keepends=True)
+    removed = added = ""
+    for line in [*lines, " "]:
+        if added and not line.startswith("+"):
+            assert script.count(added) == 1
+            script, removed, added = script.replace(added, removed), "", ""
+        removed += line[1:] * line.startswith("-")
+        added += line[1:] * line.startswith("+")
+    assert "ZeroOptimizer(" not in script
+    return script
+
+
+def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(tmp_path: Path) -> None:
+    trained = []
+    for ranks, script in ((1, plain_loop()), (2, block("python"))):
+        (tmp_path / "script.py").write_text(script)
+        assert shown_by(tmp_path, ranks, "script.py") == "", "it prints nothing"
+        trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert_same_value(trained[1], trained[0], "the model")
+
+
+def test_the_example_has_the_same_checkpoints_at_any_stage_and_number_of_ranks(tmp_path: Path) -> None:
+    """Four micro-batches in a step: two ranks have two each, and of three one has two."""
     text = tmp_path / "text"
     text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
-    alone = contents(text, tmp_path / "alone", 1)
-    assert contents(text, tmp_path / "two", 2, "--stage=3") == alone
-    *_, middle, last = alone
-    for name in (middle, last):
+    sizes = ("-m", "zero.examples.train", "--device=cpu", "--epochs=2", "--batch=8", "--save-every=3", f"--data={text}")
+
+    def contents(folder: Path, ranks: int, *more: str) -> dict[str, str]:
+        """Return the content of the checkpoints, by step."""
+        shown = shown_by(tmp_path, ranks, *sizes, f"--checkpoint={folder}", f"--out={folder}.pt", *more)
+        assert "epoch 2: validation loss" in shown
+        return {path.name: zero.open_checkpoint(path).content for path in sorted(folder.glob("step-*"))}
+
+    alone = contents(tmp_path / "alone", 1)
+    assert contents(tmp_path / "two", 2, "--stage=3") == alone
+    for name in list(alone)[-2:]:
         shutil.rmtree(tmp_path / "two" / name)
-    assert contents(text, tmp_path / "two", 3, "--stage=1") == alone
+    assert contents(tmp_path / "two", 3, "--stage=1") == alone
+
+
+def test_the_loop_of_accelerate_has_the_same_hash_at_any_stage_and_number_of_ranks_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    hashes = []
+    for ranks, arguments in (
+        (2, "--stage 3 --epochs 2"),
+        (2, "--stage 2 --epochs 1 --folder run"),
+        (1, "--stage 3 --epochs 2 --resume run"),
+    ):
+        shown = shown_by(tmp_path, ranks, "-m", "zero.examples.accelerate_loop", *arguments.split())
+        hashes += re.findall(r"^SHA-256 (\w{64})$", shown, re.MULTILINE)
+    whole, half, resumed = hashes
+    assert whole == resumed != half

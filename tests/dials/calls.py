@@ -1,0 +1,60 @@
+"""What calls take, also on ranks that differ. Refused calls change nothing."""
+
+from __future__ import annotations
+
+from ..support.machine import program as p
+from .record import Dial, Moment
+
+OF_CALLS = {
+    **{
+        f"setattr(optimizer, 'divisor', {value})": "ValueError: … a finite number other than 0"
+        for value in ("0", "float('nan')", "'3'", "None", "True")
+    },
+    **{f"optimizer.clip_grad_norm_({value})": "TypeError: max_norm must be a number, not " for value in ("None", "''")},
+    "optimizer.clip_grad_norm_([model.last.bias], 1.0)": "TypeError: max_norm must be a number, not ",
+    "optimizer.clip_grad_norm_(float('nan'))": "ValueError: … max_norm",
+    "optimizer.clip_grad_norm_(1.0, 0)": "ValueError: … norm_type",
+    "optimizer.clip_grad_norm_(1.0, replicated=[model.last.bias])": "(replicated=...) without over=: … pass over=, too",
+    "optimizer.clip_grad_norm_(1.0, also=optimizer)": "TypeError: also must be a list of … not a ZeroOptimizer",
+    "optimizer.consolidate_state_dict(9)": "consolidate_state_dict: rank 9 is not one of the 2 ranks",
+    **{
+        f"optimizer.full_state_dict({to})": "TypeError: full_state_dict: to must be the number of"
+        for to in ("'0'", "0.0", "True")
+    },
+    "optimizer.full_grad('last.bias')": "TypeError: 'last.bias' is no parameter: give the tensor",
+    "optimizer.gathered('last.bias')": "TypeError: gathered() takes parameters, as module.parameters … not a str",
+    "optimizer.reset_states(model)": "TypeError: reset_states() takes parameters, … not a Tree",
+    "optimizer.exchange('text')": "TypeError: rank … exchange() sends bytes, not a str: .encode() makes some",
+    "save('nowhere', model)": "TypeError: a ZeroOptimizer is needed, whose states are saved, not a Tree",
+    "optimizer.load_state_dict(None)": "ValueError: a torch.optim state dict is needed, with 'state' and",
+    "optimizer.add_param_group({})": "TypeError: param_group is {}, not a param group with 'params'",
+    "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(2)), 42]})": (
+        "TypeError: param_group['params'][1] is 42 (int)"
+    ),
+    "optimizer.add_param_group({'params': 7})": "TypeError: param_group['params'] is 7 (int)",
+    "optimizer.add_param_group({'params': model.first.weight})": (
+        "ValueError: add_param_group: 'first.weight' is in a param group already"
+    ),
+}
+DIALS = (
+    Dial(
+        name="calls",
+        values={},
+        moments=[
+            Moment(OF_CALLS),
+            Moment(
+                {"(setattr(optimizer, 'divisor', 2 + rank), optimizer.step())": "divisor … is 2 on rank 0, but 3 on"},
+                after=[p.Divide(2), p.Step(), p.ZeroGrad()],
+            ),
+            Moment(
+                {
+                    "(rank and optimizer.zero_grad(), optimizer.step())": (
+                        "step(): the gradients of rank 0 are divided, those of rank 1 open: clip, step and clear"
+                    )
+                },
+                [p.Backward(1), p.Clip(1.0)],
+                [p.ZeroGrad()],
+            ),
+        ],
+    ),
+)
