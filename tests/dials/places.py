@@ -71,6 +71,29 @@ def fails(module: nn.Module) -> None:
     raise KeyError("nothing for it")
 
 
+def with_held(held: torch.Tensor) -> nn.Module:
+    made = nn.Linear(3, 3)
+    made.held = held if isinstance(held, nn.Parameter) else nn.Parameter(held)
+    return made
+
+
+def wrapped() -> nn.Module:
+    return with_held(TwoTensor(torch.ones(3), torch.ones(3)))
+
+
+def imaginary() -> nn.Module:
+    return with_held(torch.ones(3) * 1j)
+
+
+def in_fp8() -> nn.Module:
+    return with_held(torch.ones(3).to(torch.float8_e5m2))
+
+
+def frozen() -> nn.Module:
+    return nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)])
+
+
+FREEZE = "freeze it with requires_grad_(False) before the optimizer is built"
 FILLED = {"param_init_fn": print}
 SCALE = {"1.0": torch.full((3,), 2.0)}
 META = [
@@ -144,6 +167,24 @@ DIALS = (
         needs=lambda row: row["stage"] == "3",
     ),
     Dial(name="built", values={"with values": {}, "on meta": {"meta": True}}, refused=META),
+    Dial(
+        name="trained",
+        values={"what can be": {}},
+        refused=[
+            Refused({"stage": 2}, f"'held' is a TwoTensor, a tensor subclass with its own __torch … {FREEZE}", wrapped),
+            Refused({"stage": 2}, f"'held' is torch.complex64, and only real parameters … {FREEZE}", imaginary),
+            Refused({"stage": 3}, f"'held' is torch.float8_e5m2: train one of … {FREEZE}", in_fp8),
+            Refused({"stage": 3}, "no listed parameter can be trained: all are frozen", frozen),
+        ],
+        moments=[
+            Moment(
+                {"optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3) * 1j)]})": "torch.complex64"},
+                [],
+                (),
+                (1, 2),
+            )
+        ],
+    ),
     Dial(
         name="ignored",
         values={"none": {}},

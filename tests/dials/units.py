@@ -56,6 +56,14 @@ ARRAY = (
     f"[array := within(optimizer.gathered(), lambda: {INNER}.detach().numpy()), array.__imul__(2), "
     f"within(optimizer.gathered({INNER}, write=True), int), optimizer.step()]"
 )
+LATE_ARRAY = (
+    f"[array := within(optimizer.gathered(), lambda: {INNER}.detach().numpy()), rank or array.fill(77), "
+    "{} and backward(), optimizer.step()]"
+)
+IN_BACKWARD = (
+    f"[within(model.parts[0].register_full_backward_pre_hook(lambda *_: [None, {INNER}.data.mul_(2)][0]), backward), "
+    "optimizer.step()]"
+)
 BESIDE = "optimizer.gathered(model.parts[0].bias, write=True)"
 LATER = {  # what is told by a step, wherever values are read
     edited("rank == 0", "optimizer.step()"): f"rank 0: {EDITED}",
@@ -68,6 +76,7 @@ LATER = {  # what is told by a step, wherever values are read
 EDITS = LATER | {
     edited("rank == 1", "optimizer.clip_grad_norm_(1.0)"): f"rank 1: {EDITED}",
     edited("rank == 1", "optimizer.check_replicas()"): f"rank 1: {EDITED}",
+    IN_BACKWARD: EDITED,
 }
 HIDDEN = {
     "within(optimizer.gathered(torch.nn.Parameter(torch.ones(2, 5))), int)": NO_PARAMETER,
@@ -82,6 +91,8 @@ GROUPS = {
     "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(3))]})": NOT_THERE,
     "optimizer.add_param_group({'params': [model.first.weight]})": "'first.weight' is in a param group already",
     "optimizer.add_param_group({'params': [model.first.bias, *[torch.nn.Parameter(torch.ones(3))][rank:]]})": NOT_THERE,
+    "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.ones(2, device='meta'))]})": "no ordinary memory",
+    "within(torch.device('meta'), lambda: ZeroOptimizer(torch.nn.Linear(2, 2), process_group=solo()))": "outside of",
     "within(model.last.register_forward_pre_hook(lambda *_: "
     "optimizer.add_param_group({'params': [model.first.bias]})), backward)": "inside gathered() or inside a forward",
     **{
@@ -100,7 +111,12 @@ MOMENTS = [
     *(Moment(EDITS, after=[p.ZeroGrad()], stages=(3,), changes=host) for host in HOSTS),
     *(Moment(HIDDEN, after=[p.ZeroGrad()], stages=(3,), changes={"host": host}) for host in (False, True)),
     *(Moment(LATER, after=[p.ZeroGrad()], stages=(3,), changes=host, unseen=True) for host in HOSTS),
-    Moment({ARRAY: EDITED}, after=[p.ZeroGrad()], stages=(3,), changes={"host": True}),
+    Moment(
+        {ARRAY: EDITED, **{LATE_ARRAY.format(who): f"rank 0: {EDITED}" for who in ("rank", "1")}},
+        after=[p.ZeroGrad()],
+        stages=(3,),
+        changes={"host": True},
+    ),
     Moment(GROUPS, [], [p.ZeroGrad()], (3,), {"shares": (0, -1)}),
     *(
         Moment({"kept()": words}, [p.Keep(1), p.Backward(2), p.Step()], [p.ZeroGrad()], (3,), host)

@@ -16,7 +16,7 @@ from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.loops import PlainLoop, seeded
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, share
+from ..support.plain import assert_same_bits, assert_same_states, share
 from ..support.quantised import COPIED, WIDTH, Packed, assert_same_qlora, inside, qlora
 from ..support.rows import rows
 
@@ -130,38 +130,6 @@ def test_whatever_says_what_it_holds_is_compared(kind: str) -> None:
     for told in on_threads(2, lambda group: program(group, True), timeout=20):
         assert "not the same on every rank: 'held' (first between rank 0 and rank 1)" in told
         assert "is not copied from rank 0: load or quantise the same weights on every rank" in told
-
-
-TRAINED: dict[str, tuple[Callable[[], Tensor], int, str]] = {
-    "wrapper": (lambda: nn.Parameter(two(1.0)), 2, "'held' is a TwoTensor, a tensor subclass with its own __torch"),
-    "complex": (lambda: nn.Parameter(torch.ones(3) * 1j), 2, "'held' is torch.complex64, and only real parameters"),
-    "fp8": (lambda: nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), 3, "'held' is torch.float8_e5m2: train one of"),
-}
-
-
-@pytest.mark.parametrize("kind", TRAINED)
-def test_what_cannot_be_trained_is_named_on_every_rank_with_a_remedy(kind: str) -> None:
-    """Also in a group that is added later, and where nothing else is trained."""
-    make, stage, expected = TRAINED[kind]
-
-    def program(group: Transport) -> tuple[list[str], nn.Module]:
-        model = holder(make() if group.rank else nn.Parameter(torch.ones(3)))
-        told = [error_of(zero, model, group, stage)]
-        model.held = nn.Parameter(torch.ones(3), requires_grad=False)  # as the error says
-        optimizer = zero(model, group, stage)
-        told.append(error_of(optimizer.add_param_group, {"params": [nn.Parameter(two(1.0))]}))
-        train(model, optimizer)
-        optimizer.close()
-        alone = nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)])
-        told.append(error_of(zero, alone, group, stage))
-        return told, model
-
-    for told, model in on_threads(2, program, timeout=20):
-        assert expected in told[0]
-        assert "freeze it with requires_grad_(False) before the optimizer is built" in told[0]
-        assert "TypeError: 'parameter 3' is a TwoTensor, a tensor subclass" in told[1]
-        assert "no listed parameter can be trained: all are frozen" in told[2]
-        assert_same_model(model, plain(holder(torch.ones(3))))
 
 
 @STAGES

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
+from .nested_units import NESTED
 
 
 def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
@@ -29,17 +30,6 @@ def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
 def body(through: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
     """Return a net that goes through its units in another way."""
     return type("OtherNet", (Net,), {"body": through, **more})
-
-
-def retained_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Keep two graphs at once, and run a backward of the older one twice."""
-    first, second = loss_of(model, batch), model(batch.x + 1).exp().mean()
-    first.backward(retain_graph=True)
-    yield
-    first.backward()
-    yield
-    second.backward()
-    yield
 
 
 def inside_gathered(model: Any, batch: Batch) -> None:
@@ -143,43 +133,6 @@ def freeze_parts(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def freeze_later(model: Any, step: int) -> None:
-    model.blocks[2].requires_grad_(step != 1)
-
-
-def groups(model: Any) -> list[dict[str, Any]]:
-    """Return groups that each have parameters of several units. Some are not listed."""
-    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
-    return [
-        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
-        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
-    ]
-
-
-class Awkward(Block):
-    """Parameters with no element, a scalar, a prime number of elements, transposed memory, and several dtypes.
-
-    One is seen as complex numbers, another dtype on the same memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
-        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
-        self.prime = nn.Parameter(torch.randn(31))
-        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
-        self.pairs = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Any:
-        wide = self.wide(x.double()) * self.counter.sum()
-        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
-        more = self.empty.exp().sum() + self.prime.tanh().sum() + numbers.abs().sum()
-        found = super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float()
-        return found * self.scalar + more + (x @ self.turned.t())[:, :1]
-
-
 def forces(unit: Any, x: Tensor) -> Any:
     """Give out a derivative."""
     x = x.clone() if x.requires_grad else x.clone().requires_grad_()
@@ -262,10 +215,10 @@ def edited(model: Any, x: Tensor) -> Tensor:
 
 
 CASES: dict[str, Case] = {
+    **NESTED,
     "plain": Case(),
     "parameters inside gathered()": Case(run=parameters_inside_gathered),
     "inside gathered()": Case(run=inside_gathered),
-    "retained graphs": Case(run=retained_graphs),
     "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
     "exception in a backward": Case(net_of(Fails), failing("backward", ZeroDivisionError)),
     "interrupt in a forward": Case(net_of(Fails), failing("forward", KeyboardInterrupt)),
@@ -284,8 +237,6 @@ CASES: dict[str, Case] = {
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
-    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
     "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
     "units that give out a derivative": Case(units(forces)),
     "a Function that holds a weight": Case(units(holds_weight)),
