@@ -76,7 +76,13 @@ DIALS = (
             "joined": [p.Joined(1, (2, 0, 1, 1)), *step(5), p.Joined(6, (1, 3))],
             "freezes": [*step(1), p.Freeze((2, 9)), *step(2), p.Freeze((9, 3)), *step(3), p.Freeze((3,)), *step(4)],
             "divisors": [p.Divide(7.5), *step(1), p.Divide(3), *step(2), *step(3)],
-            "scaled": [p.Scaled(1), p.Scaled(2, overflow=1), p.Scaled(3, 3.0), *step(4)],
+            "scaled": [
+                p.Scaled(1),
+                p.Scaled(2, overflow=1),
+                p.Scaled(3, 3.0),
+                p.Scaled(5, overflow=0, beside="also"),
+                *step(4),
+            ],
             "kept": [p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())],
             "fails": [p.Fail(1), *step(2, p.Fail(3)), p.Fail(4, in_block=True), *step(5)],
             "evaluates": [
