@@ -15,7 +15,6 @@ from zero import ZeroOptimizer
 from ...contract.on_processes import whole_program
 from ...parameters.nested_units import ODD
 from ...parameters.stage3 import INPUTS, Net, plain, train, zero
-from ...parameters.views import plain_views, views_of_process
 from ...support.by_module import by_kind
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
@@ -87,13 +86,6 @@ def test_ranks_that_use_other_units_without_gradients_are_told_once_and_train_on
 )
 def test_units_inside_units_have_the_plain_loops_bits_on_processes(gloo: GlooPool, program: Program) -> None:
     compare(program, gloo.run(whole_program, program, ranks=range(program.world_size)))
-
-
-@pytest.mark.parametrize("collective", ["pairwise", "auto"])
-def test_views_of_one_tensor_have_the_plain_loops_bits_on_processes(gloo: GlooPool, collective: str) -> None:
-    expected = plain_views(3, 3)
-    for model in gloo.run(views_of_process, collective, ranks=(0, 1, 2)):
-        assert_same_model(model, expected)
 
 
 def scripted_net(group: Any, rank: int, collective: str) -> Net:
