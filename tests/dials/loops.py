@@ -92,7 +92,10 @@ DIALS = (
                 *step(4),
                 p.Describe(exact=True),
             ],
-            "edits": [*step(1), p.Write(None, 2), *step(2), p.Edit(2, 0.5), *step(3), p.Write((3,), 4), *step(5)],
+            "edits": [
+                *(*step(1), p.Write(None, 2), *step(2), p.Edit(2, 0.5), *step(3), p.Write((3,), 4), *step(5)),
+                *(p.Write((2,), 6, "all"), p.Write(None, 7, "others"), *step(8)),
+            ],
             "replaces": [*step(1, p.FullGrad(3), p.SetGrad(3, 7)), *step(2, p.SetGrad(4, 1, none=True)), *step(3)],
             "several": [p.Backward(1, "two losses"), *step(2), p.Backward(3, "retained"), *step(4), *step(5)],
             **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none")},

@@ -40,7 +40,10 @@ def always(module: nn.Module) -> bool:
 # -- calls at a wrong moment ------------------------------------------------------------------------------------------
 
 INNER = "model.parts[0].inner"
-EDITED = "'parts.0.inner' was edited while its unit was gathered … edit it inside gathered(write=True)"
+EDITED = (
+    "'parts.0.inner' was edited while its unit was gathered (as an Embedding with max_norm … edit it inside "
+    "gathered(write=True) … where a forward moves it (a codebook), list it in ignored="
+)
 NO_PARAMETER = "ValueError: a tensor of shape (2, 5) is not one of this optimizer's parameters"
 NOT_THERE = "is not a parameter of the module that the optimizer was built with"
 TAKEN = "ValueError: … belongs to another stage-3 optimizer … give one optimizer param groups, each with its own"
@@ -60,14 +63,15 @@ LATE_ARRAY = (
     f"[array := within(optimizer.gathered(), lambda: {INNER}.detach().numpy()), rank or array.fill(77), "
     "{} and backward(), optimizer.step()]"
 )
-IN_BACKWARD = (
-    f"[within(model.parts[0].register_full_backward_pre_hook(lambda *_: [None, {INNER}.data.mul_(2)][0]), backward), "
-    "optimizer.step()]"
+IN_A_FORWARD, IN_A_BACKWARD = (
+    f"[within(model.parts[0].register_{hook}(lambda *_: [None, {INNER}.data.mul_(2)][0]), backward), optimizer.step()]"
+    for hook in ("forward_hook", "full_backward_pre_hook")
 )
 BESIDE = "optimizer.gathered(model.parts[0].bias, write=True)"
 LATER = {  # what is told by a step, wherever values are read
     edited("rank == 0", "optimizer.step()"): f"rank 0: {EDITED}",
     edited("rank < 2", "optimizer.step()", BESIDE): EDITED,
+    IN_A_FORWARD: EDITED,
     VIEW: "'parts.0.inner' was edited while it was released",
     edited("1 // 0", "1"): "ZeroDivisionError",
     f"within(optimizer.gathered(), lambda: [{INNER}.data.mul_(2), 1 // 0])": "ZeroDivisionError",
@@ -76,7 +80,7 @@ LATER = {  # what is told by a step, wherever values are read
 EDITS = LATER | {
     edited("rank == 1", "optimizer.clip_grad_norm_(1.0)"): f"rank 1: {EDITED}",
     edited("rank == 1", "optimizer.check_replicas()"): f"rank 1: {EDITED}",
-    IN_BACKWARD: EDITED,
+    IN_A_BACKWARD: EDITED,
 }
 HIDDEN = {
     "within(optimizer.gathered(torch.nn.Parameter(torch.ones(2, 5))), int)": NO_PARAMETER,

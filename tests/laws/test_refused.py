@@ -44,6 +44,8 @@ def test_what_cannot_be_is_refused_by_name(row: Refused) -> None:
     assert_in_order(row.words, error_of_building(row.model(), solo(), row.arguments))
 
 
+@pytest.mark.law("agreement at construction")
+@pytest.mark.law("errors")
 @pytest.mark.parametrize("row", DIFFERS)
 def test_ranks_that_differ_are_named_on_every_rank(row: Differs) -> None:
     def build(transport: Transport) -> None:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from collectives import Transport, on_threads, solo
+from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.rows import rows
 from ..support.sides import AsPlain
-from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, pair_on, sparse
+from .experts import Pair, Sparse, assert_trained, pair_on
 
 BF16 = PRECISIONS["bf16"]
 
@@ -47,31 +46,6 @@ def test_experts_of_fewer_ranks_train_the_bits_of_one_plain_loop_with_one_norm(
         return pair.close(), norms
 
     assert_trained(on_threads(ranks, program), 3, PRECISIONS.get(precision))
-
-
-def test_the_other_optimizer_may_come_first_and_single_parameters_may_be_ignored() -> None:
-    def program(transport: Transport) -> tuple[Sparse, list[Tensor]]:
-        model = sparse([transport.rank])
-        experts = model.experts()
-        given: dict[str, Any] = {"stage": 3, "lr": 0.01, "divisor": MICRO_BATCHES}
-        own = ZeroOptimizer(experts, process_group=solo(), **given)
-        ignored = iter([*experts.parameters(), *experts.buffers()])
-        dense = ZeroOptimizer(
-            [("first.weight", model.first.weight)], module=model, process_group=transport, ignored=ignored, **given
-        )
-        left = {id(parameter) for parameter in (*experts.parameters(), model.first.weight)}
-        dense.add_param_group({"params": [parameter for parameter in model.parameters() if id(parameter) not in left]})
-        message = error_of(dense.add_param_group, {"params": list(experts.parameters())[:1]})
-        assert "is ignored, and is in a param group" in message
-        for number in range(transport.rank, MICRO_BATCHES, 2):
-            loss_of(model, 0, number).backward()  # type: ignore[no-untyped-call]
-        norm = dense.clip_grad_norm_(0.1, also=[own])
-        for optimizer in (dense, own):
-            optimizer.step()
-            optimizer.close()
-        return model, [norm]
-
-    assert_trained(on_threads(2, program), 1)
 
 
 def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_a_view_that_had_a_gradient_or_that_a_graph_holds_is_named_on_every_rank
 
     def in_a_graph(transport: Transport) -> None:
         model = views()
-        held = model(torch.ones(2, 4)) if transport.rank else None
+        held = torch.ones(2, 4).requires_grad_() @ model.weight if transport.rank else None
         zero(model, transport, 3)
         del held
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -29,11 +28,6 @@ from .worlds import on
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"
 
 
-def doubled(parameter: Tensor, times: float = 2) -> None:
-    with torch.no_grad():
-        parameter.mul_(times)
-
-
 @pytest.mark.law("weak hooks")
 @pytest.mark.parametrize(
     ("world", "copied"), [("travel", copy.deepcopy), ("common", lambda model: pickle.loads(pickle.dumps(model)))]
@@ -52,53 +46,6 @@ def test_a_copy_made_inside_gathered_is_a_plain_model_that_trains_alone(world: s
         for number, twin in enumerate(twins, 1):
             assert_same_model(twin, plain(number))
         assert_same_model(model, plain(2))
-
-
-def written(model: Net, optimizer: ZeroOptimizer, raising: tuple[int, ...]) -> None:
-    with suppress(ZeroDivisionError), optimizer.gathered(model.block(1).weight, write=True):
-        doubled(model.block(1).weight, 2 + 5 * optimizer.rank)
-        if optimizer.rank in raising:
-            raise ZeroDivisionError
-
-
-def around_one_that_raises(model: Net, optimizer: ZeroOptimizer) -> None:
-    with optimizer.gathered(model.block(1).weight, write=True):
-        doubled(model.block(1).weight, 2 + 5 * optimizer.rank)
-        with suppress(ZeroDivisionError), optimizer.gathered():
-            raise ZeroDivisionError
-        with torch.no_grad():
-            model(INPUTS)
-
-
-def through_a_view(model: Net, optimizer: ZeroOptimizer) -> None:
-    with optimizer.gathered():
-        view = model.block(1).weight.detach()
-    view.mul_(2)
-    loss_of(model, INPUTS)
-
-
-KEPT: dict[str, tuple[str, Callable[[Net, ZeroOptimizer], None]]] = {
-    "in a block that raises": ("common", lambda *given: written(*given, raising=(0, 1))),
-    "in a block that raises on one rank": ("travel", lambda *given: written(*given, raising=(1,))),
-    "around a block that raises": ("travel", around_one_that_raises),
-    "around a block that raises, in common": ("common", around_one_that_raises),
-    "through a view, on one rank": ("one", through_a_view),
-}
-
-
-@pytest.mark.usefixtures("whenever_seen")
-@pytest.mark.parametrize("name", KEPT)
-def test_what_is_written_is_kept(name: str) -> None:
-    """Of ranks that write differently, rank 0's."""
-    world, edit = KEPT[name]
-
-    def act(model: Net, optimizer: ZeroOptimizer) -> str:
-        edit(model, optimizer)
-        return error_of(optimizer.step)
-
-    for message, model in on_ranks(world, act):
-        assert message == "nothing"
-        assert_same_model(model, plain(1, doubled=True))
 
 
 @pytest.mark.usefixtures("unseen")
@@ -155,57 +102,6 @@ def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -
 
     for message in on("travel", program):
         assert "rank 1: the memory of 'blocks.1.weight' was replaced" in message
-
-
-@pytest.mark.usefixtures("whenever_seen")
-@pytest.mark.parametrize("world", ["travel", "common"])
-def test_an_embedding_that_renormalises_is_told_on_every_rank_and_undone(world: str) -> None:
-    def build() -> Any:
-        model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), Net())
-        nn.init.constant_(model[0].weight, 0.75)  # type: ignore[arg-type]
-        model.inputs = torch.tensor([0, 3])  # type: ignore[assignment]
-        return model
-
-    def act(model: Any, optimizer: ZeroOptimizer) -> str:
-        torch.autograd.backward(loss_of(model, model.inputs))
-        message = error_of(optimizer.step)
-        model[0].max_norm = None
-        return message
-
-    expected = build()
-    expected[0].max_norm = None
-    train(expected, torch.optim.SGD(expected.parameters(), lr=0.5), expected.inputs)
-    for message, model in on_ranks(world, act, build):
-        assert "'0.weight' was edited while its unit was gathered (as an Embedding with max_norm" in message
-        assert_same_model(model, expected)
-
-
-class Codebook(nn.Module):
-    """Its forward moves a parameter, as the running means of a vector quantiser do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.code = nn.Linear(3, 3), nn.Parameter(torch.ones(3), requires_grad=False)
-
-    def forward(self, inputs: Tensor) -> Any:
-        hidden = self.linear(inputs)
-        self.code.data.mul_(0.5).add_(hidden.detach().mean(0))
-        return hidden
-
-
-def test_a_codebook_that_a_forward_moves_is_told_to_be_ignored() -> None:
-    def program(transport: Transport) -> tuple[str, str, Tensor]:
-        sharded, code = nn.Sequential(Codebook()), Codebook()
-        first = error_of(train, sharded, zero(sharded, transport.fork()))
-        ignoring = nn.Sequential(code)
-        second = error_of(train, ignoring, zero(ignoring, transport.fork(), ignored=code.code))
-        return first, second, code.code.detach()
-
-    for first, second, code in on("travel", program):
-        assert "'0.code' was edited while its unit was gathered" in first
-        assert "where a forward moves it (a codebook), list it in ignored=" in first
-        assert second == "nothing"
-        assert not code.eq(1).any()
 
 
 PUTS: dict[str, Callable[[Net], object]] = {

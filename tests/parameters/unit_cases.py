@@ -232,7 +232,7 @@ def edited(model: Any, x: Tensor) -> Tensor:
     return x
 
 
-# -- gradients for chosen parameters, and torch.func: what they find multiplies a loss, so that it reaches the bits -----
+# -- gradients for chosen parameters, and torch.func: what they find multiplies a loss ---------------------------------
 
 
 def total(found: Any) -> Any:
@@ -340,6 +340,26 @@ def transformed(name: str) -> Any:
     return run
 
 
+def recomputed_in_the_old_way(model: Any, batch: Batch) -> None:
+    if batch.gathered is not nullcontext:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            checkpoint(model.blocks[0], HIDDEN.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    one_backward(model, batch)
+
+
+def edits_a_saved_result(model: Any, batch: Batch) -> None:
+    """Edit what a unit's graph needs, which is an error in torch, too."""
+    hidden = model.blocks[0](model.embed(batch.x))
+    with torch.no_grad():
+        hidden.zero_()
+    out = model.blocks[1](hidden)
+    with torch.no_grad():
+        hidden.exp_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    one_backward(model, batch)
+
+
 def in_one_tensor(model: Any) -> None:
     """Make all parameters views of one tensor, which share no element."""
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -356,6 +376,8 @@ CASES: dict[str, Case] = {
     "hooks of all gradients": Case(run=hooked("all")),
     "hooks of any gradient": Case(run=hooked("any")),
     **{name: Case(run=transformed(name)) for name in (*REFUSED, *WORKS)},
+    "a reentrant checkpoint": Case(run=recomputed_in_the_old_way),
+    "a saved result edited": Case(run=edits_a_saved_result),
     "views of one tensor": Case(prepared=in_one_tensor),
     **NESTED,
     "plain": Case(),

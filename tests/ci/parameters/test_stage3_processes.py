@@ -1,4 +1,4 @@
-"""Processes that share memory and use other units are told once and train on; units inside units on processes."""
+"""Processes that share memory and use other units are told once and train on."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import torch
 
 from zero import ZeroOptimizer
 
-from ...contract.on_processes import whole_program
-from ...parameters.nested_units import ODD
 from ...parameters.stage3 import INPUTS, Net, plain, train, zero
-from ...support.by_module import by_kind
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
-from ...support.programs import Program, compare
 from ...support.warned import own
 
 
@@ -73,38 +69,3 @@ def test_ranks_that_use_other_units_without_gradients_are_told_once_and_train_on
         assert "Where units are gathered from other ranks it is an error (rehearse that with collective='p" in text
         assert "synced_gpus=True" in text
         assert "optimizer.gathered()" in text
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        Program(3, 3, collective="pairwise", units=ODD["inside units"]),
-        Program(4, 3, collective="pairwise", sharding_factor=2, precision=by_kind, units=ODD["kept inside units"]),
-        Program(2, 3, units=ODD["kept inside units"]),
-    ],
-    ids=["travel", "kept by two copies", "in common memory"],
-)
-def test_units_inside_units_have_the_plain_loops_bits_on_processes(gloo: GlooPool, program: Program) -> None:
-    compare(program, gloo.run(whole_program, program, ranks=range(program.world_size)))
-
-
-def scripted_net(group: Any, rank: int, collective: str) -> Net:
-    model: Any = torch.jit.script(Net())
-    optimizer = zero(model, group, collective=collective)
-    for _ in range(4):
-        train(model, optimizer)
-    optimizer.close()
-    found = Net()
-    found.load_state_dict(model.state_dict())
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("collective", ["auto", "pairwise"])
-def test_a_script_module_is_one_unit_on_processes(gloo: GlooPool, collective: str) -> None:
-    expected: Any = torch.jit.script(Net())
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    for _ in range(4):
-        train(expected, optimizer)
-    for model in gloo.run(scripted_net, collective):
-        assert_same_model(model, expected)

@@ -281,10 +281,14 @@ class Read(Command):
 
 
 class Write(Command):
-    """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win."""
+    """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win.
+
+    ``raises``: and leave the block by an exception, on all ranks or on all but the first, around another such block.
+    """
 
     numbers: Numbers
     seed: int
+    raises: Literal["", "all", "others"] = ""
 
 
 class Edit(Command):
