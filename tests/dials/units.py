@@ -99,6 +99,7 @@ GROUPS = {
     "within(torch.device('meta'), lambda: ZeroOptimizer(torch.nn.Linear(2, 2), process_group=solo()))": "outside of",
     "within(model.last.register_forward_pre_hook(lambda *_: "
     "optimizer.add_param_group({'params': [model.first.bias]})), backward)": "inside gathered() or inside a forward",
+    "ZeroOptimizer([model.first.bias], process_group=solo(), stage=1)": TAKEN,
     **{
         f"within(optimizer.gathered(), lambda: ZeroOptimizer({given}, process_group=solo(), stage={stage}))": TAKEN
         for stage, given in (

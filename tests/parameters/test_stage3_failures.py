@@ -147,22 +147,56 @@ def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
         assert released
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_ranks_that_share_memory_are_told_once_of_units_used_alone_or_in_another_order(alone: bool) -> None:
-    """Also where all end with the same unit."""
+def in_another_order(model: Net, optimizer: ZeroOptimizer) -> None:
+    """End with the same unit."""
+    with torch.no_grad():
+        for number in ([0, 1, 2], [1, 0, 2])[optimizer.rank]:
+            model.block(number)(INPUTS)
 
-    def act(model: Net, optimizer: ZeroOptimizer) -> None:
+
+def generate(model: Net, optimizer: ZeroOptimizer) -> None:
+    """Run forwards without gradients, of which each rank needs another number."""
+    with torch.inference_mode():
+        for _ in range(1 + optimizer.rank):
+            model(INPUTS)
+
+
+def save_alone(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered() if optimizer.rank == 0 else nullcontext():
+        pass
+
+
+def generate_in_gathered(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered():
+        generate(model, optimizer)
+
+
+def evaluate_in_join(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.join():
+        if optimizer.rank == 1:
+            generate(model, optimizer)
+            optimizer.clip_grad_norm_(1.0)
+
+
+WARNED = {in_another_order: 1, generate: 1, save_alone: 1, generate_in_gathered: 0, evaluate_in_join: 0}
+"""What the ranks do, and how many warnings there are of it."""
+
+
+@pytest.mark.parametrize("act", WARNED, ids=lambda act: act.__name__)
+def test_ranks_that_share_memory_and_use_other_units_without_gradients_are_told_once_and_train_on(act: Call) -> None:
+    def twice(model: Net, optimizer: ZeroOptimizer) -> None:
         for _ in range(2):
-            for number in ([], [0, 1, 2])[optimizer.rank] if alone else ([0, 1, 2], [1, 0, 2])[optimizer.rank]:
-                with torch.no_grad():
-                    model.block(number)(INPUTS)
+            act(model, optimizer)
             train(model, optimizer)
 
     with warned() as messages:
-        for _, model in on_ranks("common", act):
+        for _, model in on_ranks("common", twice):
             assert_same_model(model, plain(3))
-    (message,) = messages
-    assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
+    assert len(messages) == WARNED[act]
+    for message in messages:
+        assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
+        remedies = "rehearse that with collective='p … synced_gpus=True … optimizer.gathered()"
+        assert_in_order(f"Where units are gathered from other ranks it is an error ({remedies}", message)
 
 
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:
