@@ -41,7 +41,6 @@ UNIT_ARGUMENTS: dict[str, dict[str, Any]] = {
 }
 """How the units of a tree may be chosen and gathered, by name."""
 OFFLOADS = {
-    "states on the host": Offload("cpu"),
     "parameters on the host": Offload("cpu", parameters="cpu"),
     "stepped on the host": Offload("cpu", parameters="cpu", step="cpu"),
 }
