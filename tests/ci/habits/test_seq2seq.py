@@ -58,7 +58,7 @@ def script(trainer_class: Any, folder: Path, accumulated: int, **zero: Any) -> l
     Return the model's state, the evaluations of the training and after it, the predictions, and all texts in order.
     """
     set_seed(5)
-    model, words, decoded = t5(), tokenizer(), []
+    model, words, decoded = t5(), tokenizer(ends=True), []
 
     def compute_metrics(found: Any) -> dict[str, float]:
         predicted, labels = (each.clip(min=PAD) for each in (found.predictions, found.label_ids))  # -100 is padding

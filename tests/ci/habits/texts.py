@@ -12,14 +12,16 @@ LIMIT = 240  # seconds of two ranks on a busy machine
 PAD, END = 0, 1
 
 
-def tokenizer() -> Any:
+def tokenizer(*, ends: bool = False) -> Any:
+    """``ends``: each text has an end."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast  # type: ignore[import-not-found, unused-ignore]
 
     words = {"<pad>": PAD, "</s>": END, **{str(number): number for number in range(2, WORDS)}}
     made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
+    if ends:
+        made.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", END)])
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>")
 
 
