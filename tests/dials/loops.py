@@ -79,6 +79,7 @@ DIALS = (
             "scaled": [
                 *(p.Scaled(1), p.Scaled(2, overflow=1), p.Scaled(3, 3.0), *step(4)),
                 *(p.Scaled(5, unscale=False), p.Scaled(6, 8.0, overflow=0, unscale=False), *step(7)),
+                *(p.Scaled(8, overflow=0, beside="also"), *step(9)),
             ],
             "kept": [p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())],
             "fails": [p.Fail(1), *step(2, p.Fail(3)), p.Fail(4, in_block=True), *step(5)],
@@ -89,7 +90,10 @@ DIALS = (
                 *step(4),
                 p.Describe(exact=True),
             ],
-            "edits": [*step(1), p.Write(None, 2), *step(2), p.Edit(2, 0.5), *step(3), p.Write((3,), 4), *step(5)],
+            "edits": [
+                *(*step(1), p.Write(None, 2), *step(2), p.Edit(2, 0.5), *step(3), p.Write((3,), 4), *step(5)),
+                *(p.Write((2,), 6, "all"), p.Write(None, 7, "others"), *step(8)),
+            ],
             "replaces": [*step(1, p.FullGrad(3), p.SetGrad(3, 7)), *step(2, p.SetGrad(4, 1, none=True)), *step(3)],
             "several": [p.Backward(1, "two losses"), *step(2), p.Backward(3, "retained"), *step(4), *step(5)],
             **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none")},

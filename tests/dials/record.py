@@ -53,7 +53,7 @@ class Moment:
     """Calls at a wrong moment, behind which training goes on with the plain loop's bits.
 
     ``calls``: source text and the words of its error, as of `Wrong`. ``before``: the commands before them; ``after``:
-    the remedy. ``changes``: as values of a dial.
+    the remedy. ``changes``: as values of a dial. ``unseen``: the host reads values later, as those of an accelerator.
     """
 
     calls: Mapping[str, str]
@@ -61,6 +61,7 @@ class Moment:
     after: Loop = ()
     stages: Sequence[int] = (0, 1, 2, 3)
     changes: Changes = field(default_factory=dict)
+    unseen: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,10 @@ from ..support.machine.run import run
 from ..support.pairs import Row
 from .space import ROWS, named, program_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*set aside:RuntimeWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*set aside:RuntimeWarning"),
+    pytest.mark.usefixtures("copied_from_the_host"),
+]
 
 
 @contextmanager

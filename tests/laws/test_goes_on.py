@@ -14,7 +14,18 @@ from ..support.pairs import Row, pair_rows
 from ..support.two_modes import TWO_MODES
 from .space import allowed, named
 
-OF_A_SETTING = ("stage", "ranks", "bucket_cap_mb", "collective", "sharding_factor", "offload", "units", "reshard")
+pytestmark = pytest.mark.usefixtures("copied_from_the_host")
+OF_A_SETTING = (
+    "stage",
+    "ranks",
+    "bucket_cap_mb",
+    "collective",
+    "sharding_factor",
+    "offload",
+    "memory",
+    "units",
+    "reshard",
+)
 HOW = {"dict": {}, "whole state dict": {"full": True}, "checkpoint": {"folder": FOLDER}}
 
 

@@ -12,6 +12,7 @@ from ..support.machine.program import Wrong
 from ..support.machine.run import run
 from ..support.rows import rows
 
+pytestmark = pytest.mark.usefixtures("copied_from_the_host")
 CASES = [
     pytest.param(stage, moment, id=f"{dial.name}, stage {stage}: {next(iter(moment.calls))}: {number}")
     for dial in ASKED
@@ -22,7 +23,9 @@ CASES = [
 
 @pytest.mark.law("exceptions")
 @pytest.mark.parametrize(("stage", "moment"), CASES)
-def test_a_call_at_a_wrong_moment_changes_nothing(stage: int, moment: Moment) -> None:
+def test_a_call_at_a_wrong_moment_changes_nothing(stage: int, moment: Moment, request: pytest.FixtureRequest) -> None:
+    if moment.unseen:
+        request.getfixturevalue("unseen")
     config = config_with({"stage": stage, "world_size": 2, **moment.changes})
     wrong = [Wrong(*call) for call in moment.calls.items()]
     run(config, *moment.before, *wrong, *moment.after, *steps(2), backend=ThreadsOnHosts())

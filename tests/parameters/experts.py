@@ -15,7 +15,7 @@ from collectives import Transport
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.models import seeded
-from ..support.plain import assert_same_bits
+from ..support.plain import assert_same_bits, assert_same_value
 from ..support.sides import AsPlain
 
 EXPERTS, WIDTH, MICRO_BATCHES = 2, 6, 12
@@ -65,11 +65,10 @@ class Layer(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Layers with experts, between dense ones. ``count``: of all experts."""
+    """Layers with experts, between dense ones."""
 
-    def __init__(self, held: Sequence[int], count: int) -> None:
+    def __init__(self, held: Sequence[int]) -> None:
         super().__init__()
-        self.count = count
         self.first = nn.Linear(3, WIDTH)
         self.layers = nn.ModuleList([])
         self.last = nn.Linear(WIDTH, 2)
@@ -89,43 +88,25 @@ class Sparse(nn.Module):
         return nn.ModuleList([layer.experts for layer in self.layers])  # type: ignore[misc]
 
 
-def sparse(held: Sequence[int] | None = None, count: int = EXPERTS) -> Sparse:
-    return seeded(7, lambda: Sparse(range(count) if held is None else held, count))
+def sparse(held: Sequence[int] = range(EXPERTS)) -> Sparse:
+    return seeded(7, lambda: Sparse(held))
 
 
 def loss_of(model: Any, step: int, number: int) -> Tensor:
     """Return the loss of a micro-batch."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * step + number))
-    loss: Tensor = model(x.to(model.first.weight.dtype), number % model.count).float().square().mean()
+    loss: Tensor = model(x.to(model.first.weight.dtype), number % EXPERTS).float().square().mean()
     return loss
 
 
-def freeze(model: Sparse) -> None:
-    """Freeze a dense parameter and one of each expert."""
-    model.last.bias.requires_grad_(False)
-    for name, parameter in model.named_parameters():
-        if name.endswith("outer.bias"):
-            parameter.requires_grad_(False)
-
-
-def plain_loop(
-    steps: int,
-    precision: MixedPrecision | None = None,
-    max_norm: float = 0.1,
-    *,
-    frozen: bool = False,
-    count: int = EXPERTS,
-) -> tuple[Sparse, list[Tensor]]:
-    """Train all experts, ``count`` in a layer, in one process; return the model and the norms."""
-    model = sparse(count=count)
-    if frozen:
-        freeze(model)
+def plain_loop(steps: int, precision: MixedPrecision | None = None) -> tuple[Sparse, list[Tensor]]:
+    """Train all experts in one process; return the model and the norms."""
+    model, norms = sparse(), list[Tensor]()
     loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.01), 1, precision, MICRO_BATCHES)
-    norms = []
     for step in range(steps):
         for number in range(MICRO_BATCHES):
             loop.train(lambda model, _, number=number, step=step: loss_of(model, step, number))  # type: ignore[misc]
-        norms.append(loop.clip(max_norm))
+        norms.append(loop.clip(0.1))
         loop.step()
         loop.clear()
     return model, norms
@@ -134,33 +115,21 @@ def plain_loop(
 class Pair:
     """A rank's model, the optimizer of its dense parameters over all ranks, and that of its experts over fewer.
 
-    A single rank has all experts."""
+    A single rank has all experts. ``places``: the arguments that name the ranks of each optimizer; ``stages``: of the
+    two; ``dense``: further arguments of the first.
+    """
 
     def __init__(
-        self, transport: Transport, stages: tuple[int, int], precision: MixedPrecision | None = None, **dense: Any
-    ) -> None:
-        """``stages``: of the two; ``dense``: further arguments of the first."""
-        alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == transport.rank % EXPERTS]
-        places = {"process_group": transport}, {"process_group": transport.split(alike)}
-        self.build(transport.rank, transport.world_size, places, stages, precision, **dense)
-
-    def build(
         self,
         rank: int,
         world_size: int,
         places: tuple[dict[str, Any], dict[str, Any]],
         stages: tuple[int, int],
         precision: MixedPrecision | None = None,
-        *,
-        frozen: bool = False,
-        count: int = EXPERTS,
         **dense: Any,
     ) -> None:
-        """``places``: the arguments that name the ranks of each optimizer; ``count``: of experts in a layer."""
-        self.rank, self.world_size, self.expert = rank, world_size, rank % count
-        self.model = sparse([self.expert] if world_size > 1 else None, count)
-        if frozen:
-            freeze(self.model)
+        self.rank, self.world_size, self.expert = rank, world_size, rank % EXPERTS
+        self.model = sparse([self.expert]) if world_size > 1 else sparse()
         for layer in self.model.layers:
             layer.offset += rank  # type: ignore[operator]
         experts = self.model.experts()
@@ -169,12 +138,12 @@ class Pair:
         self.dense = ZeroOptimizer(self.model, stage=stages[0], **places[0], **{**common, "ignored": experts, **dense})
         self.own = ZeroOptimizer(experts, stage=stages[1], **places[1], **common)
 
-    def train(self, steps: range, max_norm: float = 0.1) -> list[Tensor]:
+    def train(self, steps: range) -> list[Tensor]:
         norms = []
         for step in steps:
             for number in range(self.rank, MICRO_BATCHES, self.world_size):
                 loss_of(self.model, step, number).backward()  # type: ignore[no-untyped-call]
-            norms.append(self.dense.clip_grad_norm_(max_norm, also=[self.own]))
+            norms.append(self.dense.clip_grad_norm_(0.1, also=[self.own]))
             for optimizer in (self.dense, self.own):
                 optimizer.step()
                 optimizer.zero_grad()
@@ -182,13 +151,26 @@ class Pair:
 
     def close(self) -> Sparse:
         self.dense.check_replicas()
+        for layer in self.model.layers:
+            for expert in layer.experts.of:  # type: ignore[union-attr]
+                assert layer.experts.of[expert].whose == int(expert)  # type: ignore[union-attr, index]
+            assert layer.offset.eq(0.5).all()  # type: ignore[operator, union-attr]
         self.own.close()
         self.dense.close()
         return self.model
 
 
-def assert_trained(model: Sparse, plain: Sparse) -> None:
-    """Assert that a rank has the plain loop's dense parameters, and its experts."""
+def pair_on(transport: Transport, *given: Any, **dense: Any) -> Pair:
+    alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == transport.rank % EXPERTS]
+    places = {"process_group": transport}, {"process_group": transport.split(alike)}
+    return Pair(transport.rank, transport.world_size, places, *given, **dense)
+
+
+def assert_trained(found: Sequence[tuple[Sparse, list[Tensor]]], steps: int, precision: Any = None) -> None:
+    """Assert that ranks have the plain loop's dense parameters, their experts of it, and its last norms."""
+    plain, expected = plain_loop(steps, precision)
     theirs = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        assert_same_bits(parameter, theirs[name], name)
+    for model, norms in found:
+        for name, parameter in model.named_parameters():
+            assert_same_bits(parameter, theirs[name], name)
+        assert_same_value(norms, expected[steps - len(norms) :], "norms")

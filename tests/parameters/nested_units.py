@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,13 +127,16 @@ def held_twice(model: Any) -> None:
     model.blocks[2].experts[0] = model.blocks[0].experts[0]
 
 
+EXPERTS_KEPT = {"prefetch_depth": 0, "reshard_after_forward": lambda module: not isinstance(module, Expert)}
+BLOCKS_KEPT = {"prefetch_depth": 3, "reshard_after_forward": lambda module: not isinstance(module, Block)}
+MIXTURE = Case(net_of(Mixture), units=nested)
 NESTED: dict[str, Case] = {
-    "experts in blocks": Case(net_of(Mixture), units=nested),
-    "three deep": Case(net_of(Mixture), units=deeply_nested),
-    "ties among them": Case(net_of(Mixture), units=nested, prepared=tie_inside),
-    "an expert in two blocks": Case(net_of(Mixture), units=nested, prepared=held_twice),
-    "recomputed": Case(net_of(Recomputed), units=deeply_nested),
-    "used twice, or never": Case(net_of(OneOfTwo), units=nested, begin=choose_expert, steps=3),
-    "frozen parts": Case(net_of(Mixture), units=nested, prepared=freeze_inside),
-    "all modules": Case(Net, units=lambda module: not isinstance(module, nn.ModuleList)),
+    "experts in blocks": MIXTURE,
+    "experts three deep": replace(MIXTURE, units=deeply_nested, arguments=BLOCKS_KEPT),
+    "ties among experts": replace(MIXTURE, prepared=tie_inside, arguments=EXPERTS_KEPT),
+    "an expert in two blocks": replace(MIXTURE, prepared=held_twice),
+    "experts recomputed": Case(net_of(Recomputed), units=deeply_nested, arguments=BLOCKS_KEPT),
+    "experts used twice, or never": Case(net_of(OneOfTwo), units=nested, begin=choose_expert, steps=3),
+    "frozen parts of experts": replace(MIXTURE, prepared=freeze_inside),
+    "all modules": Case(Net, units=lambda module: not isinstance(module, nn.ModuleList), arguments=EXPERTS_KEPT),
 }

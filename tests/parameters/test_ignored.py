@@ -1,9 +1,10 @@
-"""Parameters that an optimizer leaves to another one, or to nobody: the bits of one plain loop over all of them."""
+"""Parameters that an optimizer leaves to another one, or to nobody: the bits of one plain loop over all of them.
+
+What cannot be ignored is a law: see `tests/dials/places.py`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,176 +13,116 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, ZeroOptimizer
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
 
-from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.rows import rows
 from ..support.sides import AsPlain
-from .expert_jobs import Gated, gated_loss
-from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
+from .experts import Pair, Sparse, assert_trained, pair_on
 
 BF16 = PRECISIONS["bf16"]
 
 
-@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("stages", "ranks", "precision", "more"),
     rows(
+        [((3, 3), 4, "", {}), ((2, 1), 2, "bf16", {})],
         [
-            pytest.param((3, 3), 4, None, {}, id="3-3-4"),
-            pytest.param((2, 1), 2, BF16, {}, id="2-1-2-bf16"),
-            pytest.param((0, 2), 6, None, {}, id="0-2-6"),
-        ],
-        [
-            pytest.param((3, 0), 4, BF16, {"sharding_factor": 2}, id="3-0-4-bf16-factor"),
-            pytest.param((1, 3), 4, BF16, {}, id="1-3-4-bf16"),
-            pytest.param((3, 3), 2, None, {"reshard_after_forward": False}, id="3-3-2-kept"),
-            pytest.param((2, 2), 12, None, {}, id="2-2-12"),
+            ((0, 2), 6, "", {}),
+            ((3, 0), 4, "bf16", {"sharding_factor": 2}),
+            ((3, 3), 2, "", {"reshard_after_forward": False}),
         ],
     ),
+    ids=str,
 )
 def test_experts_of_fewer_ranks_train_the_bits_of_one_plain_loop_with_one_norm(
-    stages: tuple[int, int], ranks: int, precision: MixedPrecision | None, more: dict[str, Any]
+    stages: tuple[int, int], ranks: int, precision: str, more: dict[str, Any]
 ) -> None:
-    plain, expected = plain_loop(3, precision)
-
     def program(transport: Transport) -> tuple[Sparse, list[Tensor]]:
-        pair = Pair(transport, stages, precision, **more)
+        pair = pair_on(transport, stages, PRECISIONS.get(precision), **more)
         norms = pair.train(range(3))
-        for layer in pair.model.layers:
-            assert layer.experts.of[str(pair.expert)].whose == pair.expert  # type: ignore[union-attr, index, operator]
-            assert layer.offset.eq(0.5).all()  # type: ignore[operator, union-attr]
         return pair.close(), norms
 
-    for model, norms in on_threads(ranks, program):
-        assert_trained(model, plain)
-        for mine, theirs in zip(norms, expected, strict=True):
-            assert_same_bits(mine, theirs, "norm")
+    assert_trained(on_threads(ranks, program), 3, PRECISIONS.get(precision))
 
 
-def test_the_other_optimizer_may_come_first_and_single_parameters_may_be_ignored() -> None:
-    plain, _ = plain_loop(1)
+def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(tmp_path: Path) -> None:
+    def paths(pair: Pair) -> tuple[Path, Path]:
+        return tmp_path / "dense", tmp_path / f"expert-{pair.expert}"
 
-    def program(transport: Transport) -> Sparse:
-        model = sparse([transport.rank])
-        experts = model.experts()
-        given: dict[str, Any] = {"stage": 3, "lr": 0.01, "divisor": MICRO_BATCHES}
-        own = ZeroOptimizer(experts, process_group=solo(), **given)
-        ignored = iter([*experts.parameters(), *experts.buffers()])
-        dense = ZeroOptimizer(
-            [("first.weight", model.first.weight)], module=model, process_group=transport, ignored=ignored, **given
-        )
-        left = {id(parameter) for parameter in (*experts.parameters(), model.first.weight)}
-        rest = [parameter for parameter in model.parameters() if id(parameter) not in left]
-        dense.add_param_group({"params": rest})
-        assert "is ignored, and is in a param group" in error_of(
-            dense.add_param_group,
-            {"params": [experts[0].of[str(transport.rank)].inner.weight]},  # type: ignore[index, union-attr]
-        )
-        for number in range(transport.rank, MICRO_BATCHES, 2):
-            loss_of(model, 0, number).backward()  # type: ignore[no-untyped-call]
-        dense.clip_grad_norm_(0.1, also=[own])
-        dense.step()
-        own.step()
-        own.close()
-        dense.close()
-        return model
+    def save(transport: Transport) -> None:
+        pair = pair_on(transport, (1, 3))
+        pair.train(range(2))
+        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
+            zero.save(path, optimizer)
+        dense, own = pair.dense.full_state_dict(to=None) or {}, pair.own.full_state_dict(to=None) or {}
+        whole = {**dense, **{f"layers.{name[0]}.experts{name[1:]}": value for name, value in own.items()}}
+        named = [*pair.model.named_parameters(), *pair.model.named_buffers()]
+        assert len(whole) == len(dense) + len(own)
+        assert whole.keys() == {name for name, _ in named}
+        pair.dense.load_full_state_dict(whole)  # the names of what is ignored are skipped
+        assert_same_value(pair.own.full_state_dict(to=None), own, "experts")
+        pair.close()
 
-    for model in on_threads(2, program):
-        assert_trained(model, plain)
+    def load(transport: Transport) -> tuple[Sparse, list[Tensor]]:
+        pair = pair_on(transport, (3, 2))
+        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
+            zero.load(path, optimizer, rng=False)
+        norms = pair.train(range(2, 3))
+        return pair.close(), norms
+
+    on_threads(4, save)
+    assert_trained(on_threads(2, load), 3)
 
 
-def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_error_on_every_rank() -> None:
-    """Its gradients on the other ranks would be missing in the norm."""
-
-    def program(transport: Transport) -> list[str]:
-        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        alone = ZeroOptimizer(model[0], stage=2, process_group=solo(), divisor=2)
-        together = ZeroOptimizer(model[1], stage=2, process_group=transport)
-        model[1](model[0](torch.ones(2, 3))).sum().backward()
-        errors = [error_of(alone.clip_grad_norm_, 1.0, also=[together]) for _ in range(2)]
-        assert together.clip_grad_norm_(1.0, also=[alone]) > 0
-        for optimizer in (alone, together):
-            optimizer.close()
-        return errors
-
-    for errors in on_threads(2, program):
-        assert all(
-            "a further optimizer of 2 ranks, that of 'weight' and 1 more parameters, but its rank" in each
-            for each in errors
-        )
+# -- what nobody trains ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stages", rows([(2, 2), (0, 0)], [(0, 2), (3, 0)]))
-def test_a_loss_scaler_skips_the_step_of_all_optimizers_if_a_gradient_of_one_expert_is_not_finite(
-    stages: tuple[int, int],
-) -> None:
-    """The norm is that of all, so it would carry the NaN into the others."""
+class Gated(nn.Module):
+    """A layer behind one that is each rank's own, which no optimizer has."""
 
-    def program(transport: Transport) -> list[float]:
-        pair, scaler, found = Pair(transport, stages), torch.amp.GradScaler("cpu", init_scale=64.0), list[float]()
-        before = pair.dense.full_state_dict(to=None)
-        weight = next(pair.model.experts().parameters())
-        hook = weight.register_hook(lambda gradient: gradient * (math.nan if pair.expert == 1 else 1))
-        for step in range(2):
-            for number in range(pair.rank, MICRO_BATCHES, pair.world_size):
-                scaler.scale(loss_of(pair.model, step, number)).backward()
-            hook.remove()
-            for optimizer in (pair.dense, pair.own):
-                scaler.unscale_(optimizer)
-            pair.dense.clip_grad_norm_(0.1, also=[pair.own])
-            for optimizer in (pair.dense, pair.own):
-                scaler.step(optimizer)
-                optimizer.zero_grad()
-            scaler.update()
-            if step == 0:
-                assert_same_value(pair.dense.full_state_dict(to=None), before, "dense parameters")
-            found.append(scaler.get_scale())
-        assert all(parameter.isfinite().all() for parameter in pair.close().parameters())
+    def __init__(self, rank: int, ranks: int = 1) -> None:
+        super().__init__()
+        self.own = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(ranks)])
+        self.layer = nn.Linear(3, 2)
+        with torch.no_grad():
+            for number, each in enumerate(self.own):
+                each.weight.copy_(torch.eye(3) * (1.5 + rank + number))  # type: ignore[operator]
+            for parameter in self.layer.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        found: Tensor = self.layer(self.own[number](x)).float().square().sum()
         return found
 
-    assert on_threads(2, program) == [[32.0, 32.0]] * 2
+
+def gated_loss(model: Any, rank: int, step: int) -> Tensor:
+    """Return the loss of a micro-batch, in the plain loop's model of all ranks or in that of one."""
+    loss: Tensor = model(torch.full((1, 3), 1.0 + rank + step), rank if len(model.own) > 1 else 0)
+    return loss
 
 
-def test_optimizers_that_divide_by_other_numbers_are_not_clipped_together() -> None:
-    def program(transport: Transport) -> str:
-        pair = Pair(transport, (2, 2))
-        loss_of(pair.model, 0, transport.rank).backward()  # type: ignore[no-untyped-call]
-        if pair.expert == 1:
-            pair.own.divisor = 1
-        return error_of(pair.dense.clip_grad_norm_, 1.0, also=[pair.own])
+def test_what_is_ignored_keeps_its_values_and_a_buffer_that_replaces_one_is_ignored_as_well() -> None:
+    """Also if the rest is built from a state dict."""
 
-    for error in on_threads(2, program):
-        assert "this optimizer divides by 12, and a further one by 1, so their gradients are not means" in error
-
-
-def test_a_buffer_that_an_ignored_module_replaces_is_ignored_as_well() -> None:
-    def program(transport: Transport) -> float:
-        model = Gated(transport.rank)
-        model.own.seen = nn.Buffer(torch.tensor(1.0))
-        optimizer = ZeroOptimizer(model, process_group=transport, ignored=model.own)
-        model.own.seen = model.own.seen + transport.rank
-        optimizer.broadcast_buffers()
-        assert "own.seen" not in (optimizer.full_state_dict(to=None) or {})
-        return float(model.own.seen)
-
-    assert on_threads(2, program) == [1.0, 2.0]
-
-
-def test_what_is_ignored_keeps_its_values_when_the_rest_is_built_from_a_state_dict() -> None:
     def program(transport: Transport) -> Tensor:
         with torch.device("meta"):
             model = Gated(0)
         model.own = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+        model.own.seen = nn.Buffer(torch.tensor(1.0))
         with torch.no_grad():
             model.own[0].weight.fill_(transport.rank)  # type: ignore[operator]
         values = {name: torch.full(value.shape, 0.5) for name, value in model.state_dict().items()}
         if transport.rank == 0:  # names of what is ignored may be missing
             values.pop("own.0.weight")
-        ZeroOptimizer(model, process_group=transport, ignored=model.own, init_state_dict=values).close()
+        optimizer = ZeroOptimizer(model, process_group=transport, ignored=model.own, init_state_dict=values)
+        model.own.seen = model.own.seen + transport.rank
+        optimizer.broadcast_buffers()
+        assert "own.seen" not in (optimizer.full_state_dict(to=None) or {})
+        assert float(model.own.seen) == 1 + transport.rank
+        optimizer.close()
         assert model.layer.weight.eq(0.5).all()
         return model.own[0].weight.detach()  # type: ignore[return-value, union-attr, operator]
 
@@ -189,53 +130,14 @@ def test_what_is_ignored_keeps_its_values_when_the_rest_is_built_from_a_state_di
         assert weight.eq(rank).all()
 
 
-def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(
-    tmp_path: Path,
-) -> None:
-    plain, _ = plain_loop(3)
-
-    def paths(pair: Pair) -> tuple[Path, Path]:
-        return tmp_path / "dense", tmp_path / f"expert-{pair.expert}"
-
-    def save(transport: Transport) -> list[str]:
-        pair = Pair(transport, (1, 3))
-        pair.train(range(2))
-        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
-            zero.save(path, optimizer)
-        dense, own = pair.dense.full_state_dict(to=None), pair.own.full_state_dict(to=None)
-        assert dense is not None
-        assert own is not None
-        assert not any("experts" in name for name in dense)
-        whole = {**dense, **{f"layers.{name[0]}.experts{name[1:]}": value for name, value in own.items()}}
-        named = [*pair.model.named_parameters(), *pair.model.named_buffers()]
-        assert whole.keys() == {name for name, _ in named}
-        pair.dense.load_full_state_dict(whole)  # the names of what is ignored are skipped
-        assert_same_value(pair.own.full_state_dict(to=None), own, "experts")
-        pair.close()
-        return sorted(whole)
-
-    def load(transport: Transport) -> Sparse:
-        pair = Pair(transport, (3, 2))
-        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
-            zero.load(path, optimizer, rng=False)
-        pair.train(range(2, 3))
-        return pair.close()
-
-    on_threads(4, save)
-    for model in on_threads(2, load):
-        assert_trained(model, plain)
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(stage: int) -> None:
     counts = (1, 3, 2)
     gated = Gated(0, 3)
     plain = AsPlain(gated, lambda _: torch.optim.AdamW(gated.layer.parameters(), lr=0.1), 3)
-
     for step in range(3):
         mine = [rank for rank in range(3) if step < counts[rank]]
         plain.train(lambda model, rank, step=step: gated_loss(model, rank, step), ranks=mine)  # type: ignore[misc]
-        plain.settle()
         plain.step()
         plain.clear()
 
@@ -249,8 +151,7 @@ def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(st
                 gated_loss(model, transport.rank, step).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
-        assert isinstance(weight.grad, Tensor)  # as autograd has left it, of this rank alone
-        assert type(weight.grad) is Tensor
+        assert type(weight.grad) is Tensor  # as autograd has left it, of this rank alone
         optimizer.broadcast_buffers()
         with optimizer.gathered(write=True):
             pass
@@ -265,83 +166,6 @@ def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(st
         narrow.close()
         return model.layer.float()
 
+    expected = gated.layer.bfloat16().float().state_dict()
     for layer in on_threads(3, program):
-        expected = plain.model.layer.bfloat16().float()
-        assert_same_value(layer.state_dict(), expected.state_dict(), "the layer")
-
-
-# -- what cannot be ----------------------------------------------------------------------------------------------------
-
-MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-
-
-def new(params: Any, **arguments: Any) -> Callable[[], object]:
-    return lambda: ZeroOptimizer(params, process_group=solo(), **arguments)
-
-
-WRONG: list[tuple[Callable[[], object], str]] = [
-    (new(MODEL, ignored=[MODEL[0], 3]), "TypeError: ignored[1] is a int, neither a parameter nor a module"),
-    (
-        new(MODEL, ignored=len),
-        "TypeError: ignored[0] is a builtin_function_or_method, neither a parameter nor a module",
-    ),
-    (new(MODEL, ignored=nn.Linear(2, 2)), "ValueError: ignored[0] is no part of the optimizer's module"),
-    (new(MODEL, ignored=[nn.Parameter(torch.ones(2))]), "ValueError: ignored[0] is no part of the optimizer's module"),
-    (
-        new(MODEL.parameters(), ignored=[MODEL[0]]),
-        "ValueError: ignored= without a module: it needs the modules that hold the parameters: pass the",
-    ),
-    (
-        new(MODEL.parameters(), module=MODEL, ignored=[MODEL[0]]),
-        "ValueError: '0.weight' is ignored, and is",
-    ),
-    (new(MODEL, ignored=MODEL), "ValueError: the parameter list is empty"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), WRONG)
-def test_what_cannot_be_ignored_is_named(call: Callable[[], object], text: str) -> None:
-    assert error_of(call).startswith(text)
-
-
-def test_a_clip_that_one_rank_cannot_make_is_an_error_on_every_rank_and_training_goes_on() -> None:
-    plain, _ = plain_loop(1)
-
-    def program(transport: Transport) -> tuple[list[str], Sparse]:
-        pair = Pair(transport, (2, 2))
-        clip = pair.dense.clip_grad_norm_
-        for number in range(pair.rank, MICRO_BATCHES, pair.world_size):
-            loss_of(pair.model, 0, number).backward()  # type: ignore[no-untyped-call]
-        weight = next(pair.model.experts().parameters())
-        lent = weight.data
-        if pair.expert:
-            weight.data = lent.clone()  # found by the ranks of this expert alone
-        found = [error_of(clip, 0.1, also=[pair.own])]
-        weight.data = lent
-        found += [error_of(clip, 0.1, also=[also]) for also in (pair.dense, 3)]
-        found.append(error_of(clip, 0.1, also=[pair.own, pair.own]))
-        with pair.own.no_sync():
-            found.append(error_of(clip, 0.1, also=[pair.own]))
-        with pair.dense.join():
-            found.append(error_of(clip, 0.1, also=[pair.own]))
-        clip(0.1, also=[pair.own])
-        pair.dense.step()
-        pair.own.step()
-        model = pair.close()
-        pair = Pair(transport, (2, 2))
-        found.append(error_of(pair.dense.clip_grad_norm_, 0.1, also=[pair.own][: pair.rank]))
-        return found, model
-
-    said = [
-        "the memory of '0.of.1.inner.weight' was replaced",
-        "also[0] must be a further ZeroOptimizer, each once, not ZeroOptimizer",
-        "also[0] must be a further ZeroOptimizer, each once, not int",
-        "also[1] must be a further ZeroOptimizer",
-        "clip_grad_norm_() inside no_sync()",
-        "clip_grad_norm_(also=...) inside join()",
-        "rank 2 has given a further optimizer of 2 ranks",
-    ]
-    for messages, model in on_threads(4, program):
-        for message, words in zip(messages, said, strict=True):
-            assert words in message
-        assert_trained(model, plain)
+        assert_same_value(layer.state_dict(), expected, "the layer")

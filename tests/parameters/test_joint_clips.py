@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of
@@ -155,6 +156,11 @@ WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], str]] = {
         lambda rank: {"also": [*rank.also, *([3] if rank.rank == 2 else [])]},
         "TypeError: also[2] must be a further ZeroOptimizer, each once, not int",
     ),
+    "the first one": (
+        lambda rank: {"also": [rank.first]},
+        "also[0] must be a further ZeroOptimizer, each once, not ZeroOptimizer",
+    ),
+    "one twice": (lambda rank: {"also": rank.also[:1] * 2}, "also[1] must be a further ZeroOptimizer"),
     "no norm": (
         lambda rank: {"max_norm": -1.0 if rank.rank else 1.0},
         "ValueError: max_norm must be at least 0 (math.inf to measure without clipping), not -1.0",
@@ -163,7 +169,32 @@ WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], str]] = {
         lambda rank: {"norm_type": 3.0 if rank.rank == 1 else 2.0},
         "error_if_nonfinite are [0.5, 2.0, False] on rank 0, and [0.5, 3.0, False] on rank 1",
     ),
+    "inside no_sync": (lambda rank: {"inside": rank.also[0].no_sync()}, "clip_grad_norm_() inside no_sync()"),
+    "inside join": (lambda rank: {"inside": rank.first.join()}, "clip_grad_norm_(also=...) inside join()"),
+    "another divisor": (
+        lambda rank: {"inside": divides(rank.of["b"])} if rank.rank else {},
+        "this optimizer divides by 3, and a further one by 1, so their gradients are not means",
+    ),
+    "a parameter is replaced": (
+        lambda rank: {"inside": replaced(rank.model["a"].weight)} if rank.rank < 2 else {},
+        "the memory of 'weight' was replaced",
+    ),
 }
+
+
+@contextmanager
+def divides(optimizer: ZeroOptimizer) -> Iterator[None]:
+    optimizer.divisor = 1
+    yield
+    optimizer.divisor = 3
+
+
+@contextmanager
+def replaced(parameter: Tensor) -> Iterator[None]:
+    lent = parameter.data
+    parameter.data = lent.clone()
+    yield
+    parameter.data = lent
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -173,7 +204,9 @@ def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and
     def program(transport: Transport) -> tuple[str, Rank, list[Tensor]]:
         rank = Rank(transport, IN_A_RING)
         IN_A_RING.loss_of(rank.model, 0, rank.rank).backward()  # type: ignore[no-untyped-call]
-        error = error_of(rank.first.clip_grad_norm_, **{"max_norm": 0.5, "also": rank.also, **change(rank)})
+        given = {"max_norm": 0.5, "also": rank.also, **change(rank)}
+        with given.pop("inside", nullcontext()):
+            error = error_of(rank.first.clip_grad_norm_, **given)
         for each in (rank.first, *rank.also):
             each.zero_grad()
         norms = rank.train([2.0])
@@ -184,3 +217,20 @@ def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and
     for error, _, _ in found:
         assert words in error
     IN_A_RING.check([(rank, norms) for _, rank, norms in found], [2.0])
+
+
+def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_error_on_every_rank() -> None:
+    """Its gradients on the other ranks would be missing in the norm."""
+
+    def program(transport: Transport) -> list[str]:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        alone = ZeroOptimizer(model[0], stage=2, process_group=solo(), divisor=2)
+        together = ZeroOptimizer(model[1], stage=2, process_group=transport)
+        model[1](model[0](torch.ones(2, 3))).sum().backward()
+        errors = [error_of(alone.clip_grad_norm_, 1.0, also=[together]) for _ in range(2)]
+        assert together.clip_grad_norm_(1.0, also=[alone]) > 0
+        return errors
+
+    words = "a further optimizer of 2 ranks, that of 'weight' and 1 more parameters, but its rank"
+    for errors in on_threads(2, program):
+        assert all(words in error for error in errors)

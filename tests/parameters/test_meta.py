@@ -1,8 +1,10 @@
-"""Models from the meta device have the values of plain construction, and no rank ever holds more than two units."""
+"""Models from the meta device have the values of plain construction, and no rank ever holds more than two units.
+
+What is refused is a law: see `tests/dials/places.py`.
+"""
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -13,12 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
 
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, ZeroOptimizer
+from zero import LazyStateDict, MixedPrecision, ZeroOptimizer
 
-from ..support.errors import error_of
 from ..support.loops import seeded
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
@@ -61,7 +61,7 @@ class Lazy(UserDict[str, Tensor]):
 
 @pytest.mark.parametrize(("stage", "bf16"), rows([(2, False), (3, True)], [(0, True), (3, False)]))
 def test_one_seed_gives_the_bits_of_plain_construction(stage: int, bf16: bool) -> None:
-    """Masters before a step, parameters and buffers after it."""
+    """Masters before a step, parameters and buffers after it, with their attributes."""
 
     def trained(model: nn.Module) -> list[Tensor]:
         precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16) if bf16 else None
@@ -73,9 +73,12 @@ def test_one_seed_gives_the_bits_of_plain_construction(stage: int, bf16: bool) -
         optimizer.close()
         return [*begun, *(p.detach() for p in model.parameters()), *model.buffers()]
 
+    model = on_meta()
+    model[5].running_mean.note = "kept"
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        ours = trained(on_meta())
+        ours = trained(model)
+    assert model[5].running_mean.note == "kept"
     for mine, theirs in zip(ours, trained(seeded(0, net)), strict=True):
         assert_same_bits(mine, theirs)
 
@@ -182,91 +185,6 @@ def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float
     assert build(norm)["weight"].eq(5).all()
 
 
-def test_hooks_and_attributes_are_not_lost_in_silence() -> None:
-    model = on_meta()
-    model[6].weight.register_hook(print)
-    with pytest.raises(ValueError, match=r"'6.weight' is on the meta device and has hooks, which it would lose"):
-        zero(model, 1)
-    model = on_meta()
-    model[5].running_mean.note = "kept"
-    reference = weakref.ref(model[6].bias)
-    with pytest.raises(ValueError, match=r"'6.bias' is on the meta device and cannot be given memory: .*weakref"):
-        zero(model, 1)
-    del reference
-    zero(model, 1)
-    assert model[5].running_mean.note == "kept"
-
-
-def replace(module: nn.Module) -> None:
-    module.bias = nn.Parameter(torch.ones(2))
-
-
-def fails(module: nn.Module) -> None:
-    raise KeyError("nothing for it")
-
-
-def linear() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
-def forgetful(dtype: torch.dtype = torch.float32) -> nn.Module:
-    made = linear()  # it cannot initialize its mask again
-    made.register_buffer("mask", torch.ones(2, dtype=dtype), persistent=False)
-    return made
-
-
-def silent(held: Callable[[], Tensor] = lambda: torch.ones(3)) -> nn.Module:
-    return nn.Sequential(linear(), nn.ParameterList([nn.Parameter(held(), requires_grad=False)]))
-
-
-def wrapper() -> Tensor:
-    return TwoTensor(torch.ones(3), torch.ones(3))
-
-
-FILLED = {"param_init_fn": print}
-SCALE = {"1.0": torch.full((3,), 2.0)}
-WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "a buffer": (forgetful, {}, "'mask' was on the meta device and has no value: .*reset_parameters"),
-    "a buffer of numbers": (lambda: forgetful(torch.int64), {}, "'mask' was on the meta device and has no value"),
-    "a function that replaces": (linear, {"param_init_fn": replace}, "param_init_fn replaced parameter or buffer"),
-    "a function that fails": (silent, {"param_init_fn": fails}, "while module '0' got its values: KeyError: 'nothing"),
-    "another shape": (linear, {**FILLED, "init_state_dict": {"bias": torch.ones(3)}}, r"has shape \(2,\), but \(3,\)"),
-    "nothing in the dict": (silent, {"init_state_dict": SCALE}, "has no '0.weight', which the model has: pass param_i"),
-    "a stranger": (silent, {**FILLED, "init_state_dict": {"2.0": torch.ones(3)}}, "'2.0', which the model lacks"),
-    "a module without a way": (silent, {}, r"'1.0' is on .*\(ParameterList\) has no reset_param.*init_of"),
-    "a subclass": (lambda: silent(wrapper), {}, "'1.0' is a TwoTensor on the meta device, which only its own class"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_values_that_would_be_none_are_told(name: str) -> None:
-    build, given, said = WRONG[name]
-    assert re.search(said, error_of(zero, on_meta(build), 1 + 2 * (len(name) % 2), **given), re.DOTALL)
-
-
-def zero_on_meta(model: nn.Module) -> None:
-    with torch.device("meta"):
-        zero(model)
-
-
-STRANGER = nn.Parameter(torch.ones(2, device="meta"))
-NAMED: dict[str, Callable[[Any], Any]] = {
-    "build the optimizer outside of": zero_on_meta,
-    "parameters on the meta device need their module": lambda model: zero(list(model.parameters()), 1),
-    "1 of those listed is on the meta device and not in": lambda model: zero(
-        [model[6].bias, STRANGER], 1, module=model
-    ),
-    "no ordinary memory": lambda model: zero(model).add_param_group({"params": [STRANGER]}),
-    "this one has values: build it under": lambda model: zero(seeded(0, net), param_init_fn=print),
-}
-
-
-@pytest.mark.parametrize("said", NAMED)
-def test_what_has_no_module_or_is_none_of_its_parameters_is_named(said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        NAMED[said](on_meta())
-
-
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int) -> None:
     values = seeded(3, net).state_dict()
@@ -280,3 +198,121 @@ def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: in
     for said in on_threads(3, program):
         assert "no such block" in said, "a message brought it, no time limit"
         assert "module '6'" in said
+
+
+# -- state dicts under other names, and with several tensors as one ---------------------------------------------------
+
+PARTS = ("old.q.weight", "old.k.weight", "old.v.weight")
+FUSE = {
+    "0.weight": (PARTS, torch.cat),
+    "2.weight": (("both.weight",), lambda given: given[0][:4]),
+    "2.bias": (("both.weight",), lambda given: given[0][4, :4].clone()),
+}
+RENAME = {"old.bias": "0.bias", "steps": None}
+
+
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def saved() -> dict[str, Tensor]:
+    """Return the values of `net` under other names, with one tensor in three parts and two tensors in one."""
+    state = seeded(7, two_layers).state_dict()
+    parts = dict(zip(PARTS, (part.clone() for part in state["0.weight"].split(2)), strict=True))
+    bias = torch.cat((state["2.bias"], torch.zeros(2)))[None]
+    both = torch.cat((state["2.weight"], bias))
+    return {**parts, "old.bias": state["0.bias"], "both.weight": both, "steps": torch.tensor(3)}
+
+
+def build(given: Any, stage: int = 3, group: Any = None) -> dict[str, Tensor]:
+    model = on_meta(two_layers)
+    return values_of(model, zero(model, stage, group, init_state_dict=given))
+
+
+@pytest.mark.parametrize(("stage", "by_function"), [(2, True), (3, False)])
+def test_the_model_has_the_values_under_its_own_names(stage: int, by_function: bool) -> None:
+    expected = seeded(7, two_layers).state_dict()
+    rename: Any = (lambda name: RENAME.get(name, name)) if by_function else RENAME
+
+    def program(transport: Transport) -> None:
+        source = Lazy(saved())
+        found = build(LazyStateDict(source, rename=rename, fuse=FUSE), stage, transport)
+        for name, value in expected.items():
+            assert_same_bits(found[name], value)
+        assert source.read == [*PARTS, "old.bias", "both.weight", "both.weight"]  # as the model registers; no "steps"
+
+    on_threads(2, program)
+
+
+def test_files_are_read_under_other_names_and_a_shape_is_checked_before_the_model_changes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(saved(), file)
+    given = LazyStateDict(file, rename=RENAME, fuse=FUSE)
+    assert (len(given), sorted(given)) == (4, ["0.bias", "0.weight", "2.bias", "2.weight"])
+    assert given.shape("0.bias") == (6,)
+    assert given.shape("0.weight") is given.shape("steps") is None
+    for name, value in seeded(7, two_layers).state_dict().items():
+        assert_same_bits(build(given)[name], value)
+        assert_same_bits(given[name], value)
+    fuse = {"0.weight": FUSE["0.weight"], "2.weight": FUSE["2.weight"], "0.bias": FUSE["2.bias"]}
+    with pytest.raises(ValueError, match=r"'2.bias' has shape \(4,\), but \(6,\) in the state dict"):
+        build(LazyStateDict(file, rename={**RENAME, "old.bias": "2.bias"}, fuse=fuse))
+
+
+def clash(_: Any) -> str:
+    return "0.bias"
+
+
+ROWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "no source": ({"fuse": {"w": (("old.q", "old.k"), torch.cat)}}, ValueError, "no 'old.q', of which 'w' is to"),
+    "no such name": ({"rename": {"new": "old"}}, ValueError, "rename: the state dict has no 'new'"),
+    "two become one": ({"rename": clash}, ValueError, "'old.q.weight' and 'old.k.weight' of the state dict would both"),
+    "in both": ({"fuse": FUSE, "rename": {PARTS[0]: "q"}}, ValueError, "'old.q.weight' of the state dict is in fuse"),
+    "a taken name": (
+        {"fuse": {"steps": (PARTS, torch.cat)}}, ValueError, "'steps' is to be made, but 'steps' would have that name"
+    ),
+    "one source": ({"fuse": {"w": ("both.weight", torch.cat)}}, TypeError, "'w' needs a pair of a list of saved names"),
+    "no pair": ({"fuse": {"w": torch.cat}}, TypeError, "fuse: 'w' needs a pair of a list of saved names and a funct"),
+    "no function": ({"fuse": {"w": (PARTS, 0)}}, TypeError, "fuse: 'w' needs a pair of a list of saved names and a f"),
+    "no mapping": ({"fuse": [("w", PARTS, torch.cat)]}, TypeError, "fuse must be a mapping from names of the model"),
+    "a function that fails": (
+        {"rename": RENAME.__getitem__}, ValueError, "rename: the function failed for 'old.q.weight' (KeyError: "
+    ),
+    "no text": ({"rename": {"steps": 3}}, TypeError, "the new name of 'steps' is 3, neither a text nor None"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ROWS)
+def test_what_does_not_fit_the_state_dict_is_refused_at_once(case: str) -> None:
+    arguments, error, words = ROWS[case]
+    source = Lazy(saved())
+    with pytest.raises(error) as raised:
+        LazyStateDict(source, **arguments)
+    assert words in str(raised.value)
+    assert source.read == []
+
+
+def test_a_source_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for source in (two_layers(), None, 3, [{}]):
+        with pytest.raises(TypeError, match=r"^LazyStateDict: a state dict is a mapping from names to tensors"):
+            LazyStateDict(source)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^LazyStateDict: .* cannot be read \(it is a folder: list its files\)"):
+        LazyStateDict(tmp_path)
+
+
+UNFIT: dict[str, tuple[Any, type[Exception], str]] = {
+    "parts that do not fit": (
+        torch.stack, ValueError, r"'0.weight' has shape \(6, 4\), but \(3, 2, 4\) in the state dict"
+    ),
+    "a function that fails": (
+        lambda given: torch.cat(given, dim=2), ValueError, "'0.weight' could not be made of old.q.weight, "
+    ),
+    "no tensor": (list, ValueError, "the function of '0.weight' must return one tensor, not a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_a_function_cannot_make_is_an_error_that_names_it(case: str) -> None:
+    function, error, words = UNFIT[case]
+    with pytest.raises(error, match=words):
+        build(LazyStateDict(saved(), rename=RENAME, fuse={**FUSE, "0.weight": (PARTS, function)}))

@@ -1,4 +1,7 @@
-"""In memory that the ranks of a host share, each write is whole, told or undone, and neighbours stay apart."""
+"""In memory that ranks of a host share, each write is whole; graphs hold parameters, whose versions guard them.
+
+What is written elsewhere is told and undone: see the moments of `tests/dials/units.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from .stage3 import SLOWLY, Blocks, on_blocks, plain_blocks, train, zero
+from .unit_cases import Opaque
 from .worlds import TOGETHER, on, size_of
 
-TOLD = "'1.weight' was edited while its unit was gathered"
 BRIEFLY = 0.3  # seconds in which a rank that wrongly does not wait has gone on; a right one takes them
 
 
@@ -151,51 +154,6 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
         assert_same_model(model, plain_blocks(4, 2))
 
 
-@pytest.mark.parametrize(("width", "runs"), [(4, False), (40, True)])
-def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width: int, runs: bool) -> None:
-    """Also on a rank that ran no forward since; and nothing stays of it when the other ranks have written there."""
-
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[str], list[Tensor], Tensor]:
-        with optimizer.gathered():
-            array = model.weight(1).detach().numpy()
-        optimizer.step()  # without gradients; edits of before are looked for
-        if optimizer.rank == 0:
-            array.fill(77)
-        if optimizer.rank == 1 or runs:
-            backward(model)
-        said = [error_of(optimizer.step)]
-        optimizer.zero_grad()
-        backward(model)
-        said.append(error_of(optimizer.step))
-        return said, values_of(model, optimizer), torch.from_numpy(array).clone()
-
-    for (said, seen, array), model in on_blocks("common", width, act):
-        assert f"rank 0: {TOLD}" in said[0]
-        assert said[1] == "nothing"
-        assert_values(seen, plain_blocks(width, 1))
-        assert_same_bits(array, plain_blocks(width, 1).weight(1))
-        assert_same_model(model, plain_blocks(width, 2))
-
-
-@TOGETHER
-def test_an_edit_in_a_backward_is_told_or_kept(world: str) -> None:
-    """A hook of the output edits its unit's weight, which the backward of this very unit has installed."""
-
-    def act(model: Blocks, optimizer: Any) -> str:
-        with model[1].register_full_backward_pre_hook(lambda *_: [None, model.weight(1).data.mul_(2)][0]):
-            backward(model)
-        return error_of(optimizer.step)
-
-    edited = Blocks(4)
-    optimizer = torch.optim.SGD(edited.parameters(), lr=SLOWLY)
-    act(edited, optimizer)
-    optimizer.zero_grad()
-    train(edited, optimizer, edited.inputs)
-    for said, model in on_blocks(world, 4, act):
-        assert said == "nothing" if size_of(world) == 1 else TOLD in said
-        assert_same_model(model, edited if size_of(world) == 1 else plain_blocks(4, 1))
-
-
 def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> None:
     """A unit may then have buffers of both kinds; each goes its way, and training has the same bits."""
 
@@ -219,3 +177,72 @@ def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> No
         assert kinds == [(1, 1)] * 3
         assert "modified by an inplace operation" in said or "was changed by a step or an edit" in said
         assert_same_model(model, plain_blocks(4, 2))
+
+
+# -- graphs hold the parameters themselves -----------------------------------------------------------------------------
+
+CHANGED = "modified by an inplace operation"
+
+
+def released(model: Blocks) -> list[bool]:
+    """Return which of the weights are released."""
+    return ["is released: at stage 3" in error_of(model.weight(number).sum) for number in range(3)]
+
+
+@TOGETHER
+def test_a_unit_whose_output_hides_tensors_stays_until_the_backward_or_the_step_ends(world: str) -> None:
+    """One that has hidden a tensor once is as any other."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[list[bool]]:
+        hidden = model[0].register_forward_hook(lambda _, __, out: Opaque(out))
+        model[1].register_forward_pre_hook(lambda _, args: (getattr(args[0], "hidden", args[0]),))
+        with torch.no_grad():
+            model(model.inputs)
+        seen = [released(model)]
+        loss = model(model.inputs).square().sum()
+        seen.append(released(model))
+        loss.backward()
+        seen.append(released(model))
+        optimizer.zero_grad()
+        model(model.inputs)
+        optimizer.step()
+        seen.append(released(model))
+        hidden.remove()
+        model(model.inputs)
+        seen.append(released(model))
+        return seen
+
+    for seen, _ in on_blocks(world, 4, act):
+        assert [unit[:2] for unit in seen] == [[True, True], [False, True], [True, True], [True, True], [True, True]]
+
+
+@TOGETHER
+def test_inside_a_backward_a_unit_is_released_when_the_next_is_reached(world: str) -> None:
+    def act(model: Blocks, _: ZeroOptimizer) -> list[list[bool]]:
+        seen: list[list[bool]] = []
+        with model[1].register_full_backward_pre_hook(lambda *_: seen.append(released(model))):
+            model(model.inputs.clone().requires_grad_()).sum().backward()
+        return [*seen, released(model)]
+
+    for seen, _ in on_blocks(world, 4, act):
+        assert seen == [[True, False, True], [True, True, True]]
+
+
+@TOGETHER
+def test_a_step_counts_the_changes_of_all_ranks_on_every_rank(world: str) -> None:
+    """A rank that has used only other weights, and owns no element of these, raises as well.
+
+    A graph of weights that no rank used in the step stays right.
+    """
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[str]:
+        inputs = model.inputs.clone().requires_grad_()  # else its graph needs no weight
+        kept = [model[number](inputs).square().sum() for number in range(3)]
+        model[optimizer.rank](model.inputs).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [error_of(graph.backward) for graph in kept]
+
+    for messages, _ in on_blocks(world, 4, act):
+        assert [CHANGED in message for message in messages] == [number < size_of(world) for number in range(3)]
+        assert messages[2] == "nothing"

@@ -1,4 +1,7 @@
-"""When ranks diverge, one fails or an optimizer is gone, every rank names the place in time; no value is wrong."""
+"""When ranks diverge, one fails or an optimizer is gone, every rank names the place in time; no value is wrong.
+
+What is refused at construction, and calls at a wrong moment, are laws: see `tests/dials/units.py`.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Loopback, Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..support.cases import manager_of
-from ..support.errors import error_of, warned
+from ..support.errors import assert_in_order, error_of, warned
 from ..support.limits import BOUND, at_once
-from ..support.plain import assert_same_model
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
 from ..support.rows import rows
-from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
+from .stage3 import INPUTS, Blocks, Net, loss_of, on_ranks, plain, train, zero
+from .worlds import on
 
 pytestmark = [pytest.mark.law("exceptions"), pytest.mark.law("errors")]
 
@@ -74,11 +78,10 @@ def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
         return found, then, wrong_values(model, steps=1)
 
     for found, then, wrong in on_threads(2, program, timeout=4 * BOUND):
+        remedies = "Did one rank alone evaluate, generate or save? … synced_gpus=True"
         assert place in found
         assert other in found
-        assert "all ranks of a group must make the same calls in the same order" in found
-        assert "Did one rank alone evaluate, generate or save?" in found
-        assert "synced_gpus=True" in found
+        assert_in_order(f"all ranks of a group must make the same calls in the same order … {remedies}", found)
         assert "this communicator is closed since an earlier failure" in then or "is released" in then
         assert wrong == []
 
@@ -87,11 +90,7 @@ def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
     ("event", "after"),
     rows(
         [("send", 0), ("send", 14), ("recv", 5), ("recv", 20), ("wait", 9)],
-        [
-            *(("send", after) for after in (5, 9, 20)),
-            *(("recv", after) for after in (0, 9, 14)),
-            *(("wait", after) for after in (0, 5, 14, 20)),
-        ],
+        [("send", 5), ("send", 9), ("recv", 0), ("recv", 14), ("wait", 0), ("wait", 20)],
     ),
 )
 def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_wrong(event: str, after: int) -> None:
@@ -148,30 +147,56 @@ def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
         assert released
 
 
-def test_ranks_that_share_memory_and_evaluate_apart_are_told_once() -> None:
-    def act(model: Net, optimizer: ZeroOptimizer) -> None:
+def in_another_order(model: Net, optimizer: ZeroOptimizer) -> None:
+    """End with the same unit."""
+    with torch.no_grad():
+        for number in ([0, 1, 2], [1, 0, 2])[optimizer.rank]:
+            model.block(number)(INPUTS)
+
+
+def generate(model: Net, optimizer: ZeroOptimizer) -> None:
+    """Run forwards without gradients, of which each rank needs another number."""
+    with torch.inference_mode():
+        for _ in range(1 + optimizer.rank):
+            model(INPUTS)
+
+
+def save_alone(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered() if optimizer.rank == 0 else nullcontext():
+        pass
+
+
+def generate_in_gathered(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered():
+        generate(model, optimizer)
+
+
+def evaluate_in_join(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.join():
+        if optimizer.rank == 1:
+            generate(model, optimizer)
+            optimizer.clip_grad_norm_(1.0)
+
+
+WARNED = {in_another_order: 1, generate: 1, save_alone: 1, generate_in_gathered: 0, evaluate_in_join: 0}
+"""What the ranks do, and how many warnings there are of it."""
+
+
+@pytest.mark.parametrize("act", WARNED, ids=lambda act: act.__name__)
+def test_ranks_that_share_memory_and_use_other_units_without_gradients_are_told_once_and_train_on(act: Call) -> None:
+    def twice(model: Net, optimizer: ZeroOptimizer) -> None:
         for _ in range(2):
-            if optimizer.rank:
-                evaluate(model, optimizer)
+            act(model, optimizer)
             train(model, optimizer)
 
     with warned() as messages:
-        for _, model in on_ranks("common", act):
+        for _, model in on_ranks("common", twice):
             assert_same_model(model, plain(3))
-    (message,) = messages
-    assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
-
-
-def test_ranks_that_share_memory_are_told_of_units_used_in_another_order() -> None:
-    """Also where all end with the same unit."""
-
-    def act(model: Net, optimizer: ZeroOptimizer) -> None:
-        with torch.no_grad():
-            for number in ((0, 1, 2), (1, 0, 2))[optimizer.rank]:
-                model.block(number)(INPUTS)
-
-    with pytest.warns(RuntimeWarning, match="before step.., ranks 0 and 1 have run different forwards"):
-        on_ranks("common", act)
+    assert len(messages) == WARNED[act]
+    for message in messages:
+        assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
+        remedies = "rehearse that with collective='p … synced_gpus=True … optimizer.gathered()"
+        assert_in_order(f"Where units are gathered from other ranks it is an error ({remedies}", message)
 
 
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:
@@ -199,23 +224,99 @@ def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_
 
 @pytest.mark.parametrize("inside", [False, True], ids=["", "join"])
 def test_ranks_that_use_other_units_learn_what_helps(inside: bool) -> None:
+    """Also if a message has room only for the beginning of a unit's name, which is that of another one's, too."""
+    name = "a_module_with_a_name_that_is_longer_than_the_label_of_any_message_can_be_"
+
     def program(transport: Transport) -> str:
-        model = Net()
-        optimizer = zero(model, transport, collective="pairwise")
+        model = nn.ModuleDict({name + letter: nn.Linear(3, 3) for letter in "ab"})
+        optimizer = zero(model, transport, collective="pairwise", units=lambda module: isinstance(module, nn.Linear))
 
         def act() -> None:
             with optimizer.join() if inside else nullcontext():
-                loss_of(model.block(transport.rank), INPUTS)
+                loss_of(model[name + "ab"[transport.rank]], INPUTS)
+                optimizer.step()
 
         return error_of(act)
 
     for found in on_threads(2, program, timeout=BOUND):
-        assert ("inside join(), rank 0 calls gather()" if inside else "but rank ") in found
+        assert ("inside join(), rank 0 calls gather()" if inside else "gather of unit 'a_module_with") in found
         assert "at stage 2 ranks may train different parts of the model" in found
 
 
-def test_model_state_dict_names_first_the_call_that_returns_it() -> None:
-    model = Net()
-    optimizer = zero(model, solo())
-    assert "to save, all ranks call optimizer.full_state_dict(to=0), which" in error_of(model.state_dict)
-    optimizer.close()
+def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
+    """A model, of which the first layer is not listed at first."""
+
+    def program(transport: Transport) -> tuple[Tensor, list[str], nn.Module]:
+        model = Net()
+        optimizer = zero(list(model.blocks.parameters()), transport, module=model)
+        train(model, optimizer)
+        before = loss_of(model, INPUTS.clone().requires_grad_())  # so that its graph needs every weight
+        optimizer.add_param_group({"params": list(model.first.parameters())})
+        said = [error_of(torch.autograd.backward, before)]
+        optimizer.zero_grad()
+        loss = loss_of(model, INPUTS)
+        with optimizer.gathered():
+            view = model.block(1).weight.detach()
+        optimizer.zero_grad()
+        train(model, optimizer)
+        seen = view.clone()
+        said.append(error_of(torch.autograd.backward, loss))
+        optimizer.check_replicas()
+        optimizer.close()
+        return seen, said, model
+
+    expected = Net()
+    train(expected, torch.optim.SGD(expected.blocks.parameters(), lr=0.5))
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.5))
+    for seen, messages, model in on_threads(2, program, timeout=BOUND):
+        assert bool(seen.isnan().all())
+        assert "was laid out anew" in messages[0]
+        assert "which this backward needs, was changed by a step" in messages[1]
+        assert_same_model(model, expected)
+
+
+def test_a_graph_from_before_the_optimizer_raises_or_has_the_plain_gradients() -> None:
+    expected = torch.autograd.grad(loss_of(model := Net(), INPUTS), list(model.parameters()))
+
+    def program(transport: Transport, collective: str) -> tuple[str, list[Tensor | None]]:
+        model = Net()
+        loss = loss_of(model, INPUTS)
+        optimizer = zero(model, transport, collective=collective)
+        message = error_of(torch.autograd.backward, loss)
+        return message, [optimizer.full_grad(p) for p in model.parameters()] if message == "nothing" else []
+
+    for message, _ in on_threads(2, lambda transport: program(transport, "pairwise")):
+        assert "modified by an inplace operation" in message, "what is left of a released parameter is NaN"
+    for one, other in zip(program(solo(), "auto")[1], expected, strict=True):
+        assert one is not None
+        assert_same_bits(one, other)
+
+
+# -- units ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.law("side by side")
+@pytest.mark.parametrize("world", ["travel", "common"])
+def test_two_optimizers_whose_units_run_inside_each_other_keep_their_places_apart(world: str) -> None:
+    def pair() -> nn.ModuleList:
+        """Build two models; hooks of the second one's units use a unit of the first one."""
+        guides, guided = Blocks(3), Blocks(3)
+        for unit in guided:
+            unit.register_forward_hook(lambda _, args, out: torch.tanh(out) * guides[2](args[0]))
+        return nn.ModuleList([guides, guided])
+
+    def program(transport: Transport) -> nn.Module:
+        models = pair()
+        optimizers = [zero(model, transport) for model in models]
+        models[1](torch.ones(2, 3)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.close()
+        return models
+
+    expected = pair()
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.5)
+    plain_step(expected, sgd, lambda *_: expected[1](torch.ones(2, 3)).sum(), range(2), 2)
+    for models in on(world, program):
+        assert_same_model(models, expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,35 +20,30 @@ from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
 from ..support.rows import rows
 from .odd import STEPS, Run, plain
-from .worlds import EVERY_WORLD, WORLDS
+from .worlds import WORLDS
 
 REFUSAL = "another thread, 'first', is inside a forward"
 
 
 class Thread(threading.Thread):
-    """A thread that keeps its result, or the error that ended it."""
+    """A thread whose ``future`` has its result, or the error that ended it."""
 
     def __init__(self, work: Callable[[], Any], name: str) -> None:
         super().__init__(name=name, daemon=True)
-        self._work, self.found, self.error = work, None, None  # type: Any, Any, BaseException | None
+        self._work, self.future = work, Future[Any]()
+        self.start()
 
     def run(self) -> None:
         torch.set_num_threads(1)
         try:
-            self.found = self._work()
+            self.future.set_result(self._work())
         except BaseException as error:
-            self.error = error
+            self.future.set_exception(error)
 
 
 def in_a_thread(work: Callable[[], Any], name: str = "another") -> Any:
     """Run ``work`` in a thread, and return its result or raise its error."""
-    thread = Thread(work, name)
-    thread.start()
-    thread.join(PATIENT)
-    assert not thread.is_alive()
-    if thread.error is not None:
-        raise thread.error
-    return thread.found
+    return Thread(work, name).future.result(PATIENT)
 
 
 class Rank(Run):
@@ -69,14 +65,12 @@ class Rank(Run):
 
         with self.model.layers[0].register_forward_pre_hook(hook):
             thread = Thread(self.evaluate, "first")
-            thread.start()
-            assert inside.wait(PATIENT), thread.error
+            assert inside.wait(PATIENT)
             try:
                 yield thread
             finally:
                 leave.set()
                 thread.join(PATIENT)
-            assert not thread.is_alive()
 
 
 def trains(world: str, between: Callable[[Rank], None], step: Callable[[Rank, int], None] = Rank.step) -> None:
@@ -110,13 +104,12 @@ def test_whatever_is_begun_beside_a_forward_of_another_thread_is_refused(world: 
             for call in (run.optimizer.step, run.optimizer.close):
                 with pytest.raises(RuntimeError, match="inside a forward"):
                     call()
-        assert first.error is None
-        assert torch.equal(first.found, expected)
+        assert torch.equal(first.future.result(0), expected)
 
     trains(world, evaluate_at_once)
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", ["travel", "common"])
 def test_a_forward_and_a_backward_beside_a_backward_of_another_thread_are_refused(world: str) -> None:
     """And release nothing that this backward needs. One rank alone tries."""
     said = list[str]()
@@ -162,16 +155,14 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
 
     def interrupted(run: Rank) -> None:
         expected = run.evaluate()
-        first = Thread(run.evaluate, "interrupted")
         with run.model.layers[0].register_forward_pre_hook(interrupt):
-            first.start()
+            first = Thread(run.evaluate, "interrupted")
+            assert isinstance(first.future.exception(PATIENT), KeyboardInterrupt)
             first.join(PATIENT)
-        assert isinstance(first.error, KeyboardInterrupt)
         inside, leave = threading.Event(), threading.Event()
         module = nn.Linear(2, 2)
         module.register_forward_pre_hook(lambda *_: [None, inside.set(), leave.wait(PATIENT)][0])
         later = Thread(lambda: module(torch.ones(2)), "later")
-        later.start()
         assert inside.wait(PATIENT)
         first._ident = later.ident  # type: ignore[attr-defined]  # as if the system had given it again
         try:
@@ -220,12 +211,10 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
         expected = run.evaluate()
         monkeypatch.setattr(UnitManager, "_uninstall", slowly)
         thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
-        thread.start()
         assert releasing.wait(PATIENT)
         with run.model.layers[0].register_forward_hook(lambda *_: begun.set()):
             found = run.evaluate()  # it waits
-        thread.join(PATIENT)
-        assert thread.error is None
+        thread.future.result(PATIENT)
         assert torch.equal(found, expected)
 
     trains("one", evaluate)

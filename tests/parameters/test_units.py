@@ -1,22 +1,268 @@
-"""Stage 3 trains whatever torch trains, used in whatever way: the plain loop's bits, and nothing left gathered."""
+"""Stage 3 trains whatever torch trains, used in whatever way, with units inside units, ahead or kept.
+
+It has the plain loop's bits and the formulas' memory and traffic, and leaves nothing gathered.
+"""
 
 from __future__ import annotations
 
-import pytest
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport
+from zero import ZeroOptimizer
+from zero.core.units import find_units
+from zero.parameters.gathered.units import State
+from zero.parameters.unit_manager import UnitManager
+
+from ..support.cases import (
+    TURNS,
+    Block,
+    Case,
+    assert_nothing_is_here,
+    batches_of,
+    loss_of,
+    manager_of,
+    net_of,
+    one_backward,
+    sharded,
+)
+from ..support.plain import assert_same_bits, share
 from ..support.rows import only
-from .unit_cases import BY_DEFAULT, CASES
-from .worlds import check_in
+from .nested_units import (
+    BLOCKS_KEPT,
+    EXPERTS_KEPT,
+    NESTED,
+    EndsInside,
+    Expert,
+    Mixture,
+    Net,
+    deeply_nested,
+    held_twice,
+    nested,
+    tie_inside,
+)
+from .stage3 import Blocks, on_blocks
+from .unit_cases import BY_DEFAULT, CASES, tie
+from .worlds import check_in, on, size_of
 
 FIRST = (
-    ("plain", "one"),
-    ("inside gathered()", "common"),
+    ("inside gathered()", "several"),
     ("ties", "common"),
     ("interrupt in a forward", "one"),
-    ("outputs are a dict", "one"),
+    ("outputs are a dict", "several"),
+    ("experts in blocks", "one"),
+    ("ties among experts", "common"),
+    ("experts recomputed", "several"),
 )
 
 
 @pytest.mark.parametrize(("name", "world"), only(BY_DEFAULT, *FIRST))
 def test_training_has_the_plain_loops_bits_and_leaves_nothing_gathered(name: str, world: str) -> None:
     check_in(world, CASES[name])
+
+
+# -- memory and traffic -----------------------------------------------------------------------------------------------
+
+DEEP = 4
+FLAT = Case(net_of(Block, DEEP))
+MIXED = Case(net_of(Mixture, DEEP), units=nested)
+THREE_DEEP = Case(net_of(Mixture, DEEP), units=deeply_nested)
+ENDS_INSIDE = Case(net_of(EndsInside, DEEP), units=lambda module: isinstance(module, (EndsInside, Expert)))
+UNLISTED = Case(groups=lambda model: list(model.blocks[0].parameters()))
+MEASURED: dict[str, tuple[Case, dict[str, Any], str, int, bool]] = {
+    "two ahead": (FLAT, {"prefetch_depth": 2}, "several", 1, True),
+    "more ahead than there are": (FLAT, {"prefetch_depth": 9}, "travel", TURNS, True),
+    "nested": (MIXED, {}, "several", TURNS, True),
+    "nested, three ahead": (MIXED, {"prefetch_depth": 3}, "several", TURNS, False),
+    "three deep": (THREE_DEEP, {}, "several", TURNS, True),
+    "three deep, none ahead": (THREE_DEEP, {"prefetch_depth": 0}, "several", 1, True),
+    "blocks end inside": (ENDS_INSIDE, {}, "several", TURNS, False),
+    "nested, experts kept": (MIXED, EXPERTS_KEPT, "several", TURNS, True),
+    "nested, blocks kept": (MIXED, {**BLOCKS_KEPT, "prefetch_depth": 1}, "several", TURNS, True),
+    "parameters that are not listed": (UNLISTED, {}, "several", 1, True),
+    "tied": (Case(prepared=tie), {}, "several", TURNS, True),
+    "in common memory": (FLAT, {}, "common", 1, True),
+}
+"""A case, its arguments, the ranks, how many backwards are synchronized, and whether the bound of memory is reached."""
+
+
+@pytest.mark.law("traffic")
+@pytest.mark.first(7)
+@pytest.mark.parametrize("name", only(MEASURED, "two ahead", "three deep", "blocks end inside", "nested, experts kept"))
+def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
+    """No bucket of a unit is here longer than it must be, and none is gathered twice for a forward or a backward."""
+    case, arguments, world, synchronised, is_reached = MEASURED[name]
+
+    def program(transport: Transport) -> tuple[list[int], int]:
+        model, optimizer = sharded(case, transport, **{"bucket_cap_mb": 25, **arguments})
+        sent = []
+        for step in range(3):
+            before = optimizer.traffic
+            own = share(batches_of(step, transport.world_size), transport.rank, transport.world_size)
+            with optimizer.no_sync():
+                for batch in own[synchronised:]:
+                    one_backward(model, batch)
+            for batch in own[:synchronised]:
+                one_backward(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            sent.append((optimizer.traffic - before).payload_sent)
+            assert_nothing_is_here(model, optimizer)
+        found = optimizer.describe()
+        peak, bound = found.bytes["gathered_peak"], found.formula_bytes["gathered_peak"]
+        assert peak == 0 if world == "common" else peak == bound if is_reached else 0 < peak < bound
+        assert synchronised < TURNS or found.bytes["scratch_peak"] <= found.formula_bytes["scratch_peak"]
+        return sent, found.formula_traffic_bytes(TURNS, synchronised)
+
+    results = on(world, program)
+    for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
+        assert [sum(total)] * size_of(world) == [formula for _, formula in results], step
+
+
+def in_use(manager: UnitManager) -> int:
+    """Return the bytes of gathered buffers that are referenced, also by a graph."""
+    return sum(block.storage.nbytes() for block in manager.gathered.pool._blocks if not block.free)
+
+
+def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
+    buffers = [buffer for number in units for buffer in manager.units[number].buffers]
+    return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
+
+
+@pytest.mark.law("buffers in flight")
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_the_running_unit_and_the_next_ones_are_here_and_no_others(depth: int) -> None:
+    """After a forward, whose graph holds no weights, the root and what the backward needs first; then nothing."""
+
+    def program(transport: Transport) -> list[list[int]]:
+        model, optimizer = sharded(FLAT, transport, prefetch_depth=depth)
+        manager, seen = manager_of(optimizer), list[list[int]]()
+
+        def look(*_: Any) -> None:
+            here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
+            assert in_use(manager) <= whole_bytes(manager, here)
+            seen.append([number for number in here if number])
+
+        for block in model.blocks:
+            block.register_forward_hook(look)
+            block.register_full_backward_pre_hook(look)
+        loss = loss_of(model, batches_of(0, 1)[0])
+        if depth == 1:
+            assert in_use(manager) == whole_bytes(manager, (0, DEEP))
+        loss.backward()
+        assert in_use(manager) == 0
+        with torch.no_grad():
+            loss_of(model, batches_of(0, 1)[0])
+        assert in_use(manager) == 0
+        return seen[: 2 * DEEP]
+
+    forward = [list(range(unit, min(unit + depth, DEEP) + 1)) for unit in range(1, DEEP + 1)]
+    backward = [list(range(max(unit - depth, 1), unit + 1)) for unit in range(DEEP, 0, -1)]
+    assert on("travel", program) == [forward + backward] * 2
+
+
+def test_a_view_that_is_kept_follows_its_own_parameter_and_its_memory_is_free_once_it_is_gone() -> None:
+    """It must not show a unit that is gathered into a free buffer of the same size meanwhile."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[Tensor], list[int]]:
+        manager = manager_of(optimizer)
+        with optimizer.gathered(model.weight(0)):
+            view = model.weight(0).detach()
+        found = [in_use(manager)]
+        del view
+        with optimizer.gathered(model.weight(1)):
+            found += [in_use(manager), whole_bytes(manager, [1])]
+        with optimizer.gathered():
+            views = [model.weight(number).detach() for number in range(3)]
+        with torch.no_grad():
+            model(model.inputs)
+        return [view.clone() for view in views], found
+
+    for (views, (held, used, one)), _ in on_blocks("travel", 4, act):
+        assert held == used == one
+        for number, view in enumerate(views):
+            assert_same_bits(view, Blocks(4).weight(number))
+
+
+# -- units inside units -----------------------------------------------------------------------------------------------
+
+
+def test_a_unit_holds_what_no_unit_inside_it_holds_and_what_several_share_lies_around_them() -> None:
+    def where(prepared: Any, predicate: Any = nested) -> dict[str, str]:
+        model = net_of(Mixture)()
+        prepared(model)
+        units = find_units(model, predicate)
+        numbers = units.numbers()
+        return {name: units.names[numbers[id(p)]] for name, p in model.named_parameters(remove_duplicate=False)}
+
+    plain = where(lambda _: None, deeply_nested)
+    assert plain["blocks.0.experts.1.up.weight"] == "blocks.0.experts.1.up"
+    assert plain["blocks.0.experts.1.down.weight"] == "blocks.0.experts.1"
+    assert plain["blocks.0.router.weight"] == plain["blocks.0.last.bias"] == "blocks.0"
+    assert plain["norm.weight"] == "the root's rest"
+    tied = where(tie_inside)
+    assert tied["blocks.0.experts.1.up.weight"] == "blocks.0"  # two experts of it
+    assert tied["blocks.1.experts.0.down.bias"] == "blocks.1"  # with the block itself
+    assert tied["blocks.2.experts.1.down.weight"] == "the root's rest"  # with another block
+    assert tied["blocks.2.experts.0.down.bias"] == "the root's rest"
+    assert where(held_twice)["blocks.0.experts.0.up.bias"] == "blocks.0.experts.0"
+    units = find_units(Net(), lambda module: not isinstance(module, nn.ModuleList))
+    assert units.names[1:4] == ("embed", "blocks.0", "blocks.0.norm")
+    assert [len(members) for members in units.parameters[:4]] == [0, 2, 0, 2]
+    assert units.around[3] == {2, 3}
+
+
+def test_a_unit_around_the_one_that_a_backward_reaches_is_not_gathered_again() -> None:
+    """Nor is a unit inside the last one, which is still here, nor one that a checkpoint has computed anew."""
+
+    def program(transport: Transport) -> dict[str, int]:
+        model, optimizer = sharded(replace(NESTED["experts recomputed"], arguments={}), transport)
+        manager = manager_of(optimizer)
+        gathers = {unit.name: 0 for unit in manager.units}
+        for unit in manager.units:
+            unit.gathered.unsharding = counting(unit.gathered.unsharding, gathers, unit.name)
+        one_backward(model, batches_of(0, 1)[0])
+        optimizer.step()
+        return gathers
+
+    for gathers in on("travel", program):
+        assert {name: count for name, count in gathers.items() if name.startswith("blocks.") and count > 3} == {}
+        assert [gathers[f"blocks.{number}"] for number in range(3)] == [2, 2, 1]
+
+
+def counting(original: Any, counts: dict[str, int], name: str) -> Any:
+    def count() -> Any:
+        counts[name] += 1
+        return original()
+
+    return count
+
+
+def test_experts_that_ranks_choose_apart_are_an_error_by_name_unless_the_ranks_share_memory() -> None:
+    class Chooses(Mixture):
+        rank = 0
+
+        def forward(self, x: Tensor) -> Any:
+            return Block.forward(self, self.experts[self.rank](x))
+
+    def program(transport: Transport) -> str:
+        model, optimizer = sharded(Case(net_of(Chooses), units=nested), transport)
+        for block in model.blocks:
+            block.rank = transport.rank
+        try:
+            one_backward(model, batches_of(0, 1)[0])
+            optimizer.step()
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    assert on("common", program) == ["", ""]
+    for said in on("travel", program):
+        assert re.search(r"is in gather of unit 'blocks\.\d\.experts\.\d'", said)

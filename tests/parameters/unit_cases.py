@@ -6,7 +6,9 @@ layer (`body`), or what is done to the usual model before or after the optimizer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -14,11 +16,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import functional
+from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
-from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
+from ..support.cases import (
+    OUTPUTS,
+    ROWS,
+    WIDTH,
+    Batch,
+    Block,
+    Case,
+    Fails,
+    Net,
+    batches_of,
+    loss_of,
+    net_of,
+    one_backward,
+)
+from .nested_units import NESTED
 
 
 def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
@@ -29,17 +48,6 @@ def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
 def body(through: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
     """Return a net that goes through its units in another way."""
     return type("OtherNet", (Net,), {"body": through, **more})
-
-
-def retained_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Keep two graphs at once, and run a backward of the older one twice."""
-    first, second = loss_of(model, batch), model(batch.x + 1).exp().mean()
-    first.backward(retain_graph=True)
-    yield
-    first.backward()
-    yield
-    second.backward()
-    yield
 
 
 def inside_gathered(model: Any, batch: Batch) -> None:
@@ -143,43 +151,6 @@ def freeze_parts(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def freeze_later(model: Any, step: int) -> None:
-    model.blocks[2].requires_grad_(step != 1)
-
-
-def groups(model: Any) -> list[dict[str, Any]]:
-    """Return groups that each have parameters of several units. Some are not listed."""
-    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
-    return [
-        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
-        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
-    ]
-
-
-class Awkward(Block):
-    """Parameters with no element, a scalar, a prime number of elements, transposed memory, and several dtypes.
-
-    One is seen as complex numbers, another dtype on the same memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
-        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
-        self.prime = nn.Parameter(torch.randn(31))
-        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
-        self.pairs = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Any:
-        wide = self.wide(x.double()) * self.counter.sum()
-        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
-        more = self.empty.exp().sum() + self.prime.tanh().sum() + numbers.abs().sum()
-        found = super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float()
-        return found * self.scalar + more + (x @ self.turned.t())[:, :1]
-
-
 def forces(unit: Any, x: Tensor) -> Any:
     """Give out a derivative."""
     x = x.clone() if x.requires_grad else x.clone().requires_grad_()
@@ -261,11 +232,157 @@ def edited(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+# -- gradients for chosen parameters, and torch.func: what they find multiplies a loss ---------------------------------
+
+
+def total(found: Any) -> Any:
+    """Return the sum of all elements of nested tensors."""
+    if isinstance(found, Tensor):
+        return found.detach().double().sum().float()
+    return sum(total(each) for each in found if each is not None)
+
+
+def chosen(model: nn.Module) -> list[Tensor]:
+    """Return some parameters of the root unit and some of another unit, not in order."""
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name in ("blocks.1.inner.weight", "embed.bias", "blocks.1.norm.weight", "head.weight")]
+
+
+def gradients_of_a_part(model: Any, batch: Batch) -> None:
+    """Differentiate for parameters that the loss does not reach, and for an input."""
+    x = batch.x.clone().requires_grad_()
+    inputs = [*model.blocks[0].parameters(), x, *model.blocks[2].parameters()]
+    hidden = model.blocks[0](model.embed(x)).square().sum()
+    none = torch.autograd.grad(hidden, inputs, retain_graph=True, allow_unused=True)
+    zeros = torch.autograd.grad(hidden, inputs, materialize_grads=True)
+    assert [each is None for each in none] == [False] * 7 + [True] * 6
+    (loss_of(model, batch) * total([none, zeros])).backward()
+
+
+def a_gradient_of_gradients(model: Any, batch: Batch) -> None:
+    """Add the norm of the parameters' gradient to the loss."""
+    loss = loss_of(model, batch)
+    gradients = torch.autograd.grad(loss, chosen(model), create_graph=True)
+    batched = torch.autograd.grad(model(batch.x).mean(0), chosen(model), torch.eye(OUTPUTS), is_grads_batched=True)
+    (loss * total(batched) + sum(gradient.square().sum() for gradient in gradients)).backward()
+
+
+def backwards_for_two_parts(model: Any, batch: Batch) -> None:
+    """Run a step of two losses, each for parameters of its own and one for the input (an actor and a critic, say)."""
+    x = batch.x.clone().requires_grad_()
+    own = {id(p) for p in chosen(model)}
+    others = [p for p in model.parameters() if id(p) not in own]
+    loss = model(x).square().mean()
+    torch.autograd.backward([loss], inputs=[x, *chosen(model)], retain_graph=True)
+    torch.autograd.backward(loss, total(x.grad), inputs=others)
+
+
+def hooked(mode: Any) -> Any:
+    """Let a hook of the gradients of all parameters see those of a backward, which scale those of the next one."""
+
+    def run(model: nn.Module, batch: Batch) -> Iterator[None]:
+        seen = list[Any]()
+        handle = register_multi_grad_hook(list(model.parameters()), lambda *found: seen.extend(found), mode=mode)
+        one_backward(model, batch)
+        handle.remove()
+        yield
+        (loss_of(model, batch) * total(seen)).backward()
+        yield
+
+    return run
+
+
+def made(model: nn.Module) -> dict[str, Tensor]:
+    """Return other values for the parameters, as an ensemble or a meta-learner has them."""
+    return {name: torch.linspace(-1, 1, p.numel()).view(p.shape) for name, p in model.named_parameters()}
+
+
+def called(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+    return lambda values: functional_call(model, values, (X,)).square().mean()
+
+
+def ensemble(model: nn.Module) -> Any:
+    stacked = {name: torch.stack([value, value * 2]) for name, value in made(model).items()}
+    return vmap(lambda values: functional_call(model, values, (X,)))(stacked)
+
+
+X = batches_of(0, 1)[0].x
+HIDDEN = torch.ones(ROWS, WIDTH)
+REFUSED: dict[str, Callable[[Any], Any]] = {
+    "grad for inputs": lambda model: grad(lambda y: model(y).square().mean())(X),
+    "grad for parameters": lambda model: list(grad(called(model))(dict(model.named_parameters())).values()),
+    "vjp": lambda model: vjp(model, X)[0],
+    "jvp of a unit": lambda model: jvp(model.blocks[1], (HIDDEN,), (HIDDEN,)),
+    "jacrev": lambda model: jacrev(model)(X),
+    "torch.func.hessian": lambda model: hessian(lambda y: model(y).sum())(X),
+}
+"""Transforms that differentiate through a unit. As the error says, a copy that was made inside `gathered()` serves."""
+WORKS: dict[str, Callable[[Any], Any]] = {
+    "functional_call with values": lambda model: functional_call(model, made(model), (X,)),
+    "vmap over values": ensemble,
+    "jacobian": lambda model: functional.jacobian(model, X, vectorize=True),
+    "hessian": lambda model: functional.hessian(lambda y: model(y).square().mean(), X),
+}
+"""What the error and contract/stage3.md name as working."""
+
+
+def transformed(name: str) -> Any:
+    def run(model: nn.Module, batch: Batch) -> None:
+        of = model
+        if name in REFUSED:
+            if batch.gathered is not nullcontext:
+                with pytest.raises(RuntimeError, match=r"inside a transform of torch\.func: .*deepcopy"):
+                    REFUSED[name](model)
+            with batch.gathered():
+                of = copy.deepcopy(model)
+        (loss_of(model, batch) * total((REFUSED | WORKS)[name](of))).backward()
+
+    return run
+
+
+def recomputed_in_the_old_way(model: Any, batch: Batch) -> None:
+    if batch.gathered is not nullcontext:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            checkpoint(model.blocks[0], HIDDEN.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    one_backward(model, batch)
+
+
+def edits_a_saved_result(model: Any, batch: Batch) -> None:
+    """Edit what a unit's graph needs, which is an error in torch, too."""
+    hidden = model.blocks[0](model.embed(batch.x))
+    with torch.no_grad():
+        hidden.zero_()
+    out = model.blocks[1](hidden)
+    with torch.no_grad():
+        hidden.exp_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    one_backward(model, batch)
+
+
+def in_one_tensor(model: Any) -> None:
+    """Make all parameters views of one tensor, which share no element."""
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    pieces = flat.split([p.numel() for p in model.parameters()])
+    for (name, p), piece in zip(list(model.named_parameters()), pieces, strict=True):
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, nn.Parameter(piece.view(p.shape)))
+
+
 CASES: dict[str, Case] = {
+    "gradients of a part": Case(run=gradients_of_a_part),
+    "a gradient of gradients": Case(run=a_gradient_of_gradients),
+    "backwards for two parts": Case(run=backwards_for_two_parts),
+    "hooks of all gradients": Case(run=hooked("all")),
+    "hooks of any gradient": Case(run=hooked("any")),
+    **{name: Case(run=transformed(name)) for name in (*REFUSED, *WORKS)},
+    "a reentrant checkpoint": Case(run=recomputed_in_the_old_way),
+    "a saved result edited": Case(run=edits_a_saved_result),
+    "views of one tensor": Case(prepared=in_one_tensor),
+    **NESTED,
     "plain": Case(),
     "parameters inside gathered()": Case(run=parameters_inside_gathered),
     "inside gathered()": Case(run=inside_gathered),
-    "retained graphs": Case(run=retained_graphs),
     "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
     "exception in a backward": Case(net_of(Fails), failing("backward", ZeroDivisionError)),
     "interrupt in a forward": Case(net_of(Fails), failing("forward", KeyboardInterrupt)),
@@ -284,8 +401,6 @@ CASES: dict[str, Case] = {
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
-    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
     "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
     "units that give out a derivative": Case(units(forces)),
     "a Function that holds a weight": Case(units(holds_weight)),

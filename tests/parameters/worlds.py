@@ -20,7 +20,6 @@ WORLDS = {
     "several": (on_threads, 3),
     "common": (on_sockets, 2),
 }
-EVERY_WORLD = pytest.mark.parametrize("world", ["one", "travel", "common"])
 TOGETHER = pytest.mark.parametrize("world", ["one", "common"])  # where no unit is sent
 
 

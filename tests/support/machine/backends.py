@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from collectives import Loopback
+from collectives import Loopback, Transport
 
 from ..carried import jitter
 from ..pool import MADE, GlooPool
@@ -44,7 +44,12 @@ class Threads:
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         interfere = jitter(config.seed) if config.delays else None
         self._group: Loopback[Any] = Loopback(setting.world_size, timeout=LIMIT, interfere=interfere)
-        self._ranks = self._group.run(lambda group: self.rank(config, setting, group, group.rank, copy_of(saved)))
+        self._ranks = self._group.run(
+            lambda group: self.rank(config, setting, self._place(setting, group), group.rank, copy_of(saved))
+        )
+
+    def _place(self, setting: Setting, group: Transport) -> Transport:
+        return group
 
     def do(self, command: Command) -> list[Any]:
         return self._run(lambda rank: rank.do(command))

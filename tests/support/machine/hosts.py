@@ -6,14 +6,15 @@ Knows: the internals of `collectives`, through `tests.support.sockets`; no other
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
-from collectives import Algorithm, Collective, Hierarchical, Loopback, Shared, Transport
+from collectives import Algorithm, Collective, Hierarchical, Shared, Transport
 from zero import Offload
 
 from ..carried import folded
 from ..sockets import meet, routed
-from .backends import LIMIT, Threads, copy_of
+from .backends import Threads
 from .program import Config, Setting
 from .ranks import Rank, Saved
 
@@ -44,6 +45,9 @@ class ThreadsOnHosts(Threads):
 
     rank: ClassVar[type[Rank]] = RankOnHosts
 
+    def _place(self, setting: Setting, group: Transport) -> Transport:
+        return Transport(meet(group)) if setting.host else group
+
 
 class RankWithParametersOnTheHost(RankOnHosts):
     """A rank whose parameters are in the host's memory at stage 3."""
@@ -61,7 +65,7 @@ class Sockets(Threads):
     """Ranks as threads that connect as processes of one host do, and so share memory. Nothing is delayed."""
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        self._group = Loopback(setting.world_size, timeout=LIMIT)
-        self._ranks = self._group.run(
-            lambda group: self.rank(config, setting, Transport(meet(group)), group.rank, copy_of(saved))
-        )
+        super().start(replace(config, delays=False), setting, saved)
+
+    def _place(self, setting: Setting, group: Transport) -> Transport:
+        return Transport(meet(group))

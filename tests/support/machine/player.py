@@ -6,6 +6,7 @@ Knows: what is done alike. Does not know: how either trains (`run`, `check`, `fa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from . import program as p
 from .program import Command, Config, Setting
+from .trees import PlannedError
 
 
 class Player:
@@ -82,13 +84,8 @@ class Player:
             case p.Read():
                 return self.read(command.numbers)
             case p.Write():
-                parameters = self.chosen(command.numbers)
-                with self.gathered(None if command.numbers is None else parameters, write=True), torch.no_grad():
-                    for parameter in parameters:
-                        generator = torch.Generator().manual_seed(command.seed + 77 * self.ranks[0])
-                        added = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
-                        added.view(-1)[::3] = 0.0  # an element that keeps its value keeps its master weight
-                        parameter.add_(added.to(parameter.dtype))
+                with suppress(PlannedError):
+                    self._write(command)
             case p.Edit():
                 self.edit(self.chosen((command.number,))[0], command.factor)
             case p.FullGrad():
@@ -126,6 +123,20 @@ class Player:
             case p.Load():
                 self.load(command.setting)
         return None
+
+    def _write(self, command: p.Write) -> None:
+        parameters = self.chosen(command.numbers)
+        with self.gathered(None if command.numbers is None else parameters, write=True), torch.no_grad():
+            for parameter in parameters:
+                generator = torch.Generator().manual_seed(command.seed + 77 * self.ranks[0])
+                added = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
+                added.view(-1)[::3] = 0.0  # an element that keeps its value keeps its master weight
+                parameter.add_(added.to(parameter.dtype))
+            if command.raises:
+                with suppress(PlannedError), self.gathered():
+                    raise PlannedError
+            if command.raises == "all" or (command.raises and self.ranks[0]):
+                raise PlannedError
 
     def whole_step(self, seed: int) -> None:
         for rank in self.ranks:

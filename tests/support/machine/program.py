@@ -35,9 +35,10 @@ class Setting(Source):
     collective: str = "auto"
     sharding_factor: int | None = None
     reshard: bool | int = True
-    offload: bool = False  # states are on disk
+    offload: bool | str = False  # states are on disk, or what a key of `ranks.OFFLOADS` says
     units: str = ""  # at stage 3, a key of `ranks.UNIT_ARGUMENTS`
     mesh: bool = False  # ranks are those of a mesh, whose last dimension is the sharding factor
+    host: bool = False  # threads connect as processes of one host do, and share memory
 
 
 class Config(Source):
@@ -67,6 +68,7 @@ class Config(Source):
     inference: bool = False  # the optimizer is built in inference mode
     alias: str = ""  # first an optimizer is refused, since the first parameter shares memory with this
     dtype: str = ""  # of the whole model
+    meta: bool = False  # the model is built on the meta device, and has the values of a state dict
 
     @property
     def rounding(self) -> Any:
@@ -281,10 +283,14 @@ class Read(Command):
 
 
 class Write(Command):
-    """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win."""
+    """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win.
+
+    ``raises``: and leave the block by an exception, on all ranks or on all but the first, around another such block.
+    """
 
     numbers: Numbers
     seed: int
+    raises: Literal["", "all", "others"] = ""
 
 
 class Edit(Command):

@@ -40,6 +40,10 @@ UNIT_ARGUMENTS: dict[str, dict[str, Any]] = {
     "three ahead": {"prefetch_depth": 3},
 }
 """How the units of a tree may be chosen and gathered, by name."""
+OFFLOADS = {
+    "parameters on the host": Offload("cpu", parameters="cpu"),
+    "stepped on the host": Offload("cpu", parameters="cpu", step="cpu"),
+}
 
 
 class Refusing(torch.optim.SGD):
@@ -67,12 +71,17 @@ class Rank(OnRank, Player):
         self.config, self.setting, self.rank = config, setting, rank
         self.refuses = False  # the function of precisions raises
         self.group = group
-        model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
+        with torch.device("meta") if config.meta else nullcontext():
+            model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
+        self.given = config.model(config.seed).state_dict() if config.meta else None
         full = saved is not None and saved[1].pop("full", False)
         folder = None if saved is None else saved[1].pop("folder", None)
         if saved is not None:
             if config.mixed is None and not full and not folder:
-                model.load_state_dict(saved[0])
+                if config.meta:
+                    self.given = saved[0]
+                else:
+                    model.load_state_dict(saved[0])
             for parameter, trainable in zip(model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
         if config.alias:
@@ -101,6 +110,8 @@ class Rank(OnRank, Player):
     def _offload(self, setting: Setting) -> Offload | None:
         if setting.stage == 3 and self.offload_at_stage_3:
             return replace(self.offload_at_stage_3, step="cpu" if setting.offload else None)
+        if isinstance(setting.offload, str):
+            return OFFLOADS[setting.offload]
         return Offload(tempfile.gettempdir()) if setting.offload else None
 
     def _build(self, model: Tree, group: Any) -> ZeroOptimizer:
@@ -118,6 +129,7 @@ class Rank(OnRank, Player):
                 **self._units(config, setting),
                 offload=self._offload(setting),
                 mixed_precision=self._mixed(),
+                **({"init_state_dict": self.given} if config.meta else {}),
                 **({"rounding": config.rounding} if config.rounded else {}),  # `tests.net` runs on commits without it
                 **arguments,
             )
@@ -199,9 +211,9 @@ class Rank(OnRank, Player):
     def error_of(self, command: p.Wrong) -> str:
         """Return the error of a call, whose text may name all that `zero` exports, and the functions below."""
 
-        def within(context: Any, call: Callable[[], Any]) -> None:
+        def within(context: Any, call: Callable[[], Any]) -> Any:
             with context:
-                call()
+                return call()
 
         def in_backward(call: Callable[[], Any]) -> None:
             with self.model.last.bias.register_post_accumulate_grad_hook(lambda _: call()):
@@ -209,6 +221,9 @@ class Rank(OnRank, Player):
 
         def backward() -> None:
             self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(0), self.rank), True)
+
+        def kept() -> None:
+            self.run(self.rank, self.kept[0][1], True)
 
         def edited(change: Callable[[list[dict[str, Any]]], object], call: Callable[[], Any]) -> None:
             """Edit the param groups of the last rank for a call."""
@@ -230,7 +245,7 @@ class Rank(OnRank, Player):
 
         named = {name: getattr(zero, name) for name in dir(zero)} | {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
-        named |= {call.__name__: call for call in (within, backward, in_backward, edited, unscale)}
+        named |= {call.__name__: call for call in (within, backward, in_backward, edited, kept, unscale, solo)}
         return error_of(lambda: eval(command.call, named))
 
     def fail(self, command: p.Fail) -> None:
