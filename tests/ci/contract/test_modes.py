@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from ...contract.on_processes import whole_program
-from ...contract.space import HABITS
-from ...support.narrowed import PRECISIONS
+from ...dials.loops import steps
+from ...dials.record import config_with
+from ...support.machine.backends import Processes
+from ...support.machine.program import Freeze, Modes
+from ...support.machine.run import run
 from ...support.pool import GlooPool
-from ...support.programs import Program, check, compare
 from ...support.two_modes import TWO_MODES
 
-BF16 = PRECISIONS["bf16"]
+LOOP = [*steps(2), Modes(3), *steps(1), Freeze((2, 9)), *steps(1), Modes(4), *steps(1)]
 
 
 @pytest.mark.parametrize(
-    "program",
+    "changes",
     [
-        Program(3, 3, "schedule-free", precision=BF16, steps=HABITS["freezes"]),
-        Program(4, 3, "averaged", collective="pairwise", reshard=False, steps=HABITS["no sync"]),
-        Program(2, 1, "schedule-free", precision=BF16, steps=HABITS["clips"]),
+        {"world_size": 3, "stage": 3, "optimizer": "schedule-free", "precision": "bf16"},
+        {"world_size": 4, "stage": 3, "optimizer": "averaged", "collective": "pairwise", "reshard": False},
     ],
-    ids=lambda program: f"{program.world_size}-{program.stage}-{program.optimizer}",
+    ids=str,
 )
-def test_weights_of_each_mode_are_those_of_the_plain_loop_on_processes(gloo: GlooPool, program: Program) -> None:
-    compare(program, gloo.run(whole_program, program, ranks=range(program.world_size)))
+def test_weights_of_each_mode_are_those_of_the_plain_loop_on_processes(gloo: GlooPool, changes: dict[str, Any]) -> None:
+    run(config_with(changes), *LOOP, backend=Processes(gloo))
 
 
 CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -44,5 +44,5 @@ CLASSES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def test_classes_of_libraries_have_the_bits_of_the_plain_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     library, cls, arguments = CLASSES[name]
     monkeypatch.setitem(TWO_MODES, name, (getattr(pytest.importorskip(library), cls), arguments))
-    check(Program(3, 2, name, precision=BF16, steps=HABITS["clips"]))
-    check(Program(2, 3, name, steps=HABITS["no sync"]))
+    for changes in ({"world_size": 3, "stage": 2, "precision": "bf16"}, {"world_size": 2, "stage": 3}):
+        run(config_with({**changes, "optimizer": name}), *LOOP)

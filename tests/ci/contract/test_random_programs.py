@@ -13,7 +13,9 @@ from ...support.machine.random_programs import EDGES, UNITS, Collectives, Random
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
 
-pytestmark = pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning", "ignore:not restored from"
+)
 THOROUGH = settings.default.max_examples > 100
 KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
     **{f"stage {stage}": ((stage,), ("",)) for stage in (0, 1, 3)},

@@ -5,14 +5,14 @@ Knows: the internals of `collectives`, through `tests.support.sockets`; no other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from collectives import Algorithm, Collective, Hierarchical, Loopback, Shared, Transport
 from zero import Offload
 
 from ..carried import folded
-from ..sockets import meet, routed
+from ..sockets import Wire, meet, routed
 from .backends import LIMIT, Threads, copy_of
 from .program import Config, Setting
 from .ranks import Rank, Saved
@@ -60,8 +60,16 @@ class ThreadsWithParametersOnTheHost(Threads):
 class Sockets(Threads):
     """Ranks as threads that connect as processes of one host do, and so share memory. Nothing is delayed."""
 
+    connected: ClassVar[Callable[[Transport], Transport]] = staticmethod(lambda group: Transport(meet(group)))
+
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         self._group = Loopback(setting.world_size, timeout=LIMIT)
         self._ranks = self._group.run(
-            lambda group: self.rank(config, setting, Transport(meet(group)), group.rank, copy_of(saved))
+            lambda group: self.rank(config, setting, self.connected(group), group.rank, copy_of(saved))
         )
+
+
+class Wires(Sockets):
+    """Ranks as threads that share no memory, unless hosts that a test pretends say so. Nothing is delayed."""
+
+    connected = staticmethod(lambda group: Transport(Wire(group.backend)))
