@@ -42,6 +42,7 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "norms at stage 0": {"loop": "norms", "stage": "0"},
     "norms at stage 2": {"loop": "norms"},
     "no sync": {"loop": "no sync"},
+    "no sync alone": {"loop": "no sync", "ranks": "1"},
     "uneven": {"loop": "uneven"},
     "cleared": {"loop": "clears, zeros", "class": "sgd momentum"},
     "scaled": {"loop": "scaled", "ranks": "2", "stage": "1"},
