@@ -12,11 +12,11 @@ import torch
 
 from zero import ZeroOptimizer
 
-from ...contract.on_processes import whole_program
 from ...parameters.nested_units import ODD
 from ...parameters.stage3 import INPUTS, Net, plain, train, zero
 from ...parameters.views import plain_views, views_of_process
 from ...support.by_module import by_kind
+from ...support.devices import whole_program
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
 from ...support.programs import Program, compare
