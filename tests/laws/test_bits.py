@@ -56,6 +56,8 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "several": {"loop": "several", "stage": "3"},
     "losses at stage 1": {"loop": "losses", "stage": "1", "mixed_precision": "bf16"},
     "losses at stage 3": {"loop": "losses", "stage": "3"},
+    "rounded at stage 1": {"stage": "1", "mixed_precision": "bf16", "rounding": "rounded"},
+    "rounded at stage 3": {"stage": "3", "mixed_precision": "in bf16", "rounding": "rounded"},
     "replicas of one": {"stage": "1", "ranks": "2", "sharding_factor": "1"},
     "averaged at stage 0": {"look": "average", "stage": "0", "ranks": "2"},
     "averaged at stage 3": {"look": "average", "stage": "3", "mixed_precision": "bf16"},
