@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.gradients.backward_schedule import BackwardSchedule, Phase
@@ -21,7 +21,7 @@ from zero.parameters.unit_manager import Unit
 from ..dials.loops import FAILS
 from ..dials.record import config_with
 from ..support.limits import BOUND
-from ..support.machine.program import Command, Step, Wrong, ZeroGrad
+from ..support.machine.program import Backward, Command, Keep, Step, Wrong, ZeroGrad
 from ..support.machine.ranks import Rank
 from ..support.models import build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
@@ -188,6 +188,15 @@ def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: st
     return seen
 
 
+def a_rank_leaves(command: Command | None, rank: Rank) -> None:
+    """Let rank 1 fail in the middle of a backward, while units are gathered."""
+    if isinstance(command, Keep):
+        if rank.rank == 0:
+            with pytest.raises(CollectiveError):
+                rank.do(Backward(9))
+        raise OSError("unplugged")
+
+
 @pytest.mark.law("state transitions")
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arrows are those of the diagrams in `gathered.units` and `backward_schedule`, whatever is called or fails."""
@@ -197,6 +206,8 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
     for stage in (0, 3):
         fails = [Wrong(*call) for call in FAILS.items()]
         train(stage, lambda *_: None, Step(), ZeroGrad(), *fails, ZeroGrad(), *LOOP)  # a step without gradients
+    with pytest.raises(OSError, match="unplugged"):
+        train(3, a_rank_leaves)
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
         (State.SHARDED, State.GATHERING),
         (State.GATHERING, State.UNSHARDED),

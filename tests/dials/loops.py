@@ -280,7 +280,14 @@ DIALS = (
             "divisors": [p.Divide(7.5), *step(1), p.Divide(3), *step(2), *step(3)],
             "scaled": [p.Scaled(1), p.Scaled(2, overflow=1), p.Scaled(3, 3.0), *step(4)],
             "kept": [p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())],
-            "fails": [p.Fail(1), *step(2, p.Fail(3)), p.Fail(4, in_block=True), *step(5)],
+            "fails": [
+                p.Fail(1),
+                *step(2, p.Fail(3)),
+                p.Fail(4, in_block=True),
+                *step(5),
+                p.FailToAdd("class"),
+                *step(6),
+            ],
             "evaluates": [
                 *step(1, p.Evaluate(2)),
                 p.Evaluate(3, inference=True),

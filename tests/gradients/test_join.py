@@ -127,6 +127,7 @@ def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> N
         with side.join():
             for step in range(3 if 0 in side.ranks else 0):
                 side.train(lambda model, _, step=step: loss_of(model, step, 0), ranks=[0])  # type: ignore[misc]
+                side.divisor = 1.5 + step
                 rate, group["betas"] = 0.1 / (step + 3), (0.5, 0.75)
                 if kind == "a new key":
                     group["note"] = None

@@ -44,7 +44,8 @@ def case(row: Row) -> str:
 
 LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named by these
     "dict": {"how": "dict", "stage": "3", "stage later": "1", "ranks later": "2", "bucket_cap_mb later": "1e-06"},
-    "whole state dict": {"how": "whole state dict", "stage later": "3", "ranks later": "2"},
+    "dict in bf16": {"how": "dict", "stage later": "3", "ranks later": "2", "mixed_precision": "bf16"},
+    "whole state dict": {"how": "whole state dict", "stage later": "3", "mixed_precision": "bf16"},
     "checkpoint": {"how": "checkpoint", "stage": "1", "stage later": "3", "ranks later": "2"},
 }
 USUAL = {name: values[0] for name, values in TABLE.items()}

@@ -136,6 +136,7 @@ def test_adagrad_makes_the_states_of_a_later_group_in_the_step(stage: int) -> No
     def loop(side: Side) -> Any:
         model, optimizer, found = side.model, side.optimizer, list[Any]()
         optimizer.add_param_group({"params": [model.late, model.unused], "lr": 0.05})
+        optimizer.add_param_group({"params": [], "lr": 0.3})
         for step in range(3):
             side.train(lambda model, rank, step=step: model(step + rank))  # type: ignore[misc]
             side.step()

@@ -426,7 +426,8 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
         first, second = (out.sum(), out.sum() * 2) if model.integer else (out.square().mean(), out.abs().sum())
         return [lambda: first.backward(retain_graph=True), second.backward]
     batch.x.requires_grad_(command.form in ("autograd.grad before", "penalised"))
-    with torch.autocast("cpu", torch.bfloat16, command.form == "autocast"):
+    # torch has one cache of casts for all threads, and a rank that leaves empties it
+    with torch.autocast("cpu", torch.bfloat16, command.form == "autocast", cache_enabled=False):
         loss = loss_of(model, batch)
     if command.form == "retained":
         return [lambda: loss.backward(retain_graph=True), loss.backward]
