@@ -86,7 +86,7 @@ class Oracle(AsPlain, Player):
         self._put(found)
         seen = self.forward(p.Evaluate(7))
         self._put(before)
-        return {names[q]: (value.stride(), value) for q, value in found.items()}, seen
+        return {names[q]: p.laid_out(value) for q, value in found.items()}, seen
 
     @staticmethod
     @torch.no_grad()

@@ -439,6 +439,11 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
     return [loss.backward]
 
 
+def laid_out(value: Tensor) -> tuple[bool, Tensor]:
+    """Return whether a matrix is transposed, and its values. Gaps in memory may have gone."""
+    return value.dim() == 2 and not value.is_contiguous(), value
+
+
 class ByRank(list[Any]):
     """The result that each rank must have, where they differ."""
 

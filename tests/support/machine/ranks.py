@@ -244,7 +244,7 @@ class Rank(OnRank, Player):
         names = {name for name, q in self.model.named_parameters() if id(q) in self.listed}
         with average.applied():
             seen = self.forward(p.Evaluate(7))
-        return {name: (value.stride(), value) for name, value in found.items() if name in names}, seen
+        return {name: p.laid_out(value) for name, value in found.items() if name in names}, seen
 
     def _average_of(self, kind: str) -> ShardedAverage:
         if kind not in self.averages:
