@@ -166,6 +166,8 @@ class Oracle(AsPlain, Player):
         narrow = dict(zip(map(id, self.updated), self.listed, strict=True))
         self.narrow = {name: [narrow[id(wide)] for wide in self.classes.of(name)] for name in found}
         for name, of_class in found.items():
+            # a class may leave empty ones
+            of_class["state"] = {index: state for index, state in of_class["state"].items() if state}
             pairs = enumerate(zip(self.narrow[name], self.classes.of(name), strict=True))
             of_class["masters"] = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
         return found

@@ -215,7 +215,8 @@ class Rank(OnRank, Player):
             scaler.scale(torch.ones(()))
             scaler.unscale_(self.optimizer)
 
-        named = {name: getattr(zero, name) for name in zero.__all__} | {"rank": self.rank, "group": self.group}
+        named = {name: getattr(zero, name) for name in dir(zero) if not name.startswith("_")}
+        named |= {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
         named |= {"average": self.averages.get("mean"), "p": self.model.first.weight}
         named |= {call.__name__: call for call in (within, backward, in_backward, unscale)}
