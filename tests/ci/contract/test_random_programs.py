@@ -57,7 +57,7 @@ def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_
             UNITS,
             stacks=True,
             rounds=True,
-            edges=EDGES,
+            edges=tuple(edge for edge in EDGES if edge != "averages"),  # which are refused there
         )
         begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
 
