@@ -2,112 +2,150 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import gc
+import os
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from collectives import Collective, Kind, Tag
+from collectives import Collective, Kind, Pairwise, Tag, Work
 from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import connect
-from zero import Offload, StochasticRounding
+from zero import ZeroOptimizer
 
 from .. import peaks
+from ..dials.loops import step
+from ..dials.record import ODD, config_with
 from ..peaks import BLOCKS
-from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_model, assert_same_states
-from ..support.pool import GlooPool, ProgramError
-from ..support.programs import Program, Round, Step, compare
+from ..support.machine.backends import Processes
+from ..support.machine.oracle import Oracle
+from ..support.machine.program import Backward, Clip, Command, Config, Describe, Setting, Step, Uneven, ZeroGrad, values
+from ..support.machine.ranks import Rank
+from ..support.machine.run import run
+from ..support.plain import assert_same_value
+from ..support.pool import GROUP_TIMEOUT, WITHOUT_GLOO, GlooPool, ProgramError, register_unmoving
 from ..support.rows import rows
-from . import on_processes
 
-CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
-FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)), Step(toggle=("frozen",), clips=((0.1, 3.0),)))
-
-
-def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
-    results = gloo.run(on_processes.whole_program, program, ranks=ranks)
-    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
-
-
-@pytest.mark.parametrize(
-    "program",
-    rows(
-        [
-            Program(4, 3, "shampoo", sharding_factor=2, steps=CLIPPED),
-        ],
-        [
-            Program(2, 0, "adamw fused", steps=CLIPPED),
-            Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
-            Program(3, 2, collective="all_to_all", steps=CLIPPED),
-            Program(3, 3, dtype=torch.bfloat16, rounding=StochasticRounding(2), steps=CLIPPED),
-            Program(4, 1, precision=PRECISIONS["bf16"], rounding=StochasticRounding(2), steps=FEWER),
-        ],
-    ),
-    ids=lambda p: f"W{p.world_size}-stage{p.stage}",
-)
-def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Program) -> None:
-    check(gloo, program, range(program.world_size))
-
-
-ON_HOST = Offload("cpu", parameters="cpu")
-STEPPED_THERE = Offload("cpu", parameters="cpu", step="cpu")
-
-
-@pytest.mark.parametrize(
-    "program",
-    rows(
-        [],
-        [
-            Program(3, 3, "adamw", offload=ON_HOST, precision=PRECISIONS["bf16"], steps=CLIPPED),
-            Program(4, 3, "shampoo", offload=ON_HOST, sharding_factor=2, steps=CLIPPED),
-            Program(2, 3, "adamw fused", offload=ON_HOST, collective="all_to_all", steps=CLIPPED),
-            Program(1, 3, "sgd momentum", offload=ON_HOST, collective="native", steps=CLIPPED),
-            Program(3, 3, "adamw fused", offload=STEPPED_THERE, precision=PRECISIONS["bf16"], steps=CLIPPED),
-            Program(2, 3, "adamw", offload=STEPPED_THERE, collective="all_to_all", steps=CLIPPED),
-        ],
-    ),
-    ids=lambda p: f"W{p.world_size}-{p.collective}",
-)
-def test_parameters_on_the_host_change_no_bit(gloo: GlooPool, program: Program) -> None:
-    results = gloo.run(on_processes.with_parameters_on_the_host, program, ranks=range(program.world_size))
-    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
+CLIPPED = [*step(1, Clip(0.1)), Backward(2, sync=False), *step(3), Describe(exact=True)]
+"""`ci/laws` has further programs on processes."""
 
 
 @pytest.mark.law("group ranks")
-@pytest.mark.parametrize(("stage", "factor"), rows([(2, None)], [(3, 1)]))
-def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int, factor: int | None) -> None:
-    check(gloo, Program(2, stage, sharding_factor=factor, steps=CLIPPED), (1, 3))
+@pytest.mark.parametrize(
+    ("changes", "members"),
+    rows(
+        [
+            ({"stage": 3, "world_size": 4, "sharding_factor": 2, "optimizer": "shampoo"}, (0, 1, 2, 3)),
+            ({"stage": 2, "world_size": 2}, (1, 3)),
+        ],
+        [({"stage": 3, "world_size": 2, "sharding_factor": 1}, (1, 3))],
+    ),
+)
+def test_all_ranks_and_a_sub_group_give_the_bits_of_the_plain_loop(
+    gloo: GlooPool, changes: dict[str, Any], members: tuple[int, ...]
+) -> None:
+    run(config_with(changes), *CLIPPED, backend=Processes(gloo, members))
+
+
+def without_gloo(group: dist.ProcessGroup, rank: int, config: Config, commands: list[Command]) -> Any:
+    """Train in process groups that overlap and have no gloo: {0, 1}, {1, 3} and {1, 2, 3}, of which rank 1 is in all.
+
+    Return the weights in {1, 3}, and how many sockets are open after the groups that were not there before.
+    """
+    register_unmoving()
+    gc.collect()
+    before = _sockets()
+    parts = [[0, 1], [1, 3], [1, 2, 3]]
+    groups = [dist.new_group(part, timedelta(seconds=GROUP_TIMEOUT), WITHOUT_GLOO) for part in parts]
+    found = None
+    for part, of in zip(parts, groups, strict=True):
+        if rank in part:
+            if part == [1, 3]:
+                player = Rank(config, config.setting, of, part.index(rank))
+                for command in commands:
+                    player.do(command)
+                found = player.close()
+                del player
+            model = nn.Linear(2, 2)
+            for _ in range(2):
+                optimizer = ZeroOptimizer(model, process_group=of)
+                optimizer.close()
+            del optimizer
+            dist.destroy_process_group(of)
+    del groups, of
+    gc.collect()
+    return found, _sockets() - before
+
+
+def _sockets() -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself, which is closed by now
+            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    return found
 
 
 @pytest.mark.parametrize("stage", rows([], [0, 1, 2, 3]))
 def test_groups_without_gloo_get_one_beside_them_that_their_ranks_alone_make(gloo: GlooPool, stage: int) -> None:
     """Once for all optimizers of a group, whatever other groups a rank is in. It is freed with the group."""
-    program = Program(2, stage, steps=CLIPPED)
-    results = gloo.run(on_processes.without_gloo, program, ranks=range(4))
-    compare(program, [result for result, _ in results if result is not None])
-    assert [sockets for _, sockets in results] == [0] * 4
+    config = config_with({"stage": stage, "world_size": 2})
+    plain = Oracle(config)
+    for command in CLIPPED:
+        plain.do(command)
+    results = gloo.run(without_gloo, config, CLIPPED, ranks=range(4))
+    for found, sockets in results:
+        assert sockets == 0
+        if found is not None:
+            assert_same_value(found, values(plain.parameters), "weights")
+    assert sum(found is not None for found, _ in results) == 2
 
 
 @pytest.mark.law("every rank enters")
 @pytest.mark.parametrize(("stage", "algorithm"), rows([(0, "native"), (1, "all_to_all")], [(2, "ring"), (2, "native")]))
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
     """And give the same bits on integers."""
-    expected = gloo.run(on_processes.integer_gradients, "pairwise", 2, ranks=range(3))[0]
-    for ours in gloo.run(on_processes.integer_gradients, algorithm, stage, ranks=range(3)):
-        assert_same_model(ours, expected)
+    config = Config(Setting(stage, 3, collective=algorithm), ODD, integer=True)
+    run(config, Uneven(1, (3, 2, 1)), Step(), ZeroGrad(), *step(2), backend=Processes(gloo))
 
 
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
+class Recording(Pairwise):
+    """Records when a bucket's reduction is launched."""
+
+    name = "recording"
+    events: ClassVar[list[str]] = []
+
+    def reduce_scatter(self, source: Tensor, bounds: Any, out: Tensor, *, start: Tensor | None, tag: Tag) -> Work:
+        self.events.append(f"launch {tag.index}")
+        return super().reduce_scatter(source, bounds, out, start=start, tag=tag)
+
+
+def recorded(group: dist.ProcessGroup, rank: int, stage: int) -> list[str]:
+    """Return the events of the second step of six layers, one bucket each."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+    inputs = torch.randn(8, 64, requires_grad=True)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, collective=Recording, bucket_cap_mb=0.02)
+    for number, layer in enumerate(model):
+        layer.register_full_backward_pre_hook(lambda *_, n=number: Recording.events.append(f"backward {n}"))
+    for _ in range(2):
+        Recording.events.clear()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return Recording.events
+
+
 @pytest.mark.law("launch order")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool, stage: int) -> None:
-    for events in gloo.run(on_processes.recorded, stage):
+    for events in gloo.run(recorded, stage):
         launches = [event for event in events if event.startswith("launch")]
         assert launches == [f"launch {i}" for i in range(6)]
         assert events.index("launch 0") < events.index("backward 0")
@@ -155,13 +193,25 @@ def test_the_native_baseline_takes_uneven_and_empty_slices(gloo: GlooPool, dtype
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
+def different_models(group: dist.ProcessGroup, rank: int) -> None:
+    ZeroOptimizer(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8 if rank == 0 else 9)), process_group=group)
+
+
+def different_calls(group: dist.ProcessGroup, rank: int) -> None:
+    optimizer = ZeroOptimizer(nn.Linear(4, 4), process_group=group)
+    if rank == 0:
+        optimizer.step()
+    else:
+        optimizer.consolidate_state_dict()
+
+
 @pytest.mark.law("agreement at construction")
 @pytest.mark.law("errors")
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        (on_processes.different_models, ("ValueError", "1.weight [8, 8]", "1.weight [9, 8]")),
-        (on_processes.different_calls, ("step()", "consolidate_state_dict(to=0)")),
+        (different_models, ("ValueError", "1.weight [8, 8]", "1.weight [9, 8]")),
+        (different_calls, ("step()", "consolidate_state_dict(to=0)")),
     ],
 )
 def test_ranks_that_differ_learn_of_it_at_once(gloo: GlooPool, program: Any, words: tuple[str, ...]) -> None:

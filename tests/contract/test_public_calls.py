@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, share
-from ..support.programs import locked_build
 from ..support.rows import rows
 from ..support.sides import Loop, Side, same_as_plain
 from ..support.small import TwoVectors
-from ..support.trainings import ALL_STAGES, Counting
+from ..support.trainings import Counting
 
 
 def build() -> nn.Module:
@@ -82,21 +82,6 @@ def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     for model in on_threads(3, program):
         assert_same_bits(model.offset, locked_build(0).offset)
         assert_same_model(model, locked_build(0))
-
-
-@ALL_STAGES
-def test_identity_names_ties_shapes_and_strides_stay(stage: int) -> None:
-    model = locked_build(0)
-    before = {name: (p, p.shape, p.stride()) for name, p in model.named_parameters(remove_duplicate=False)}
-    optimizer = ZeroOptimizer(model, stage=stage)
-    odd_loss(model, odd_batches(1)[0]).backward()
-    optimizer.step()
-    after = dict(model.named_parameters(remove_duplicate=False))
-    assert list(after) == list(before)
-    for name, (p, shape, stride) in before.items():
-        assert after[name] is p
-        assert (p.shape, p.stride()) == (shape, stride)
-    assert model.head.weight is model.embed.weight
 
 
 # -- classes with a memory of their own --------------------------------------------------------------------------------

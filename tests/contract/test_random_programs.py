@@ -25,7 +25,9 @@ from ..support.machine.run import run
 from ..support.machine.trees import Part
 from ..support.rows import without
 
-pytestmark = pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning", "ignore:not restored from"
+)
 THOROUGH = settings.default.max_examples > 100
 
 

@@ -1,9 +1,8 @@
-"""Copies shared by fewer than all ranks: what is chosen, the plain loop's bits, the formulas' bytes and traffic."""
+"""Copies shared by fewer than all ranks: what is chosen, sums over replicas, scratch memory, and what is kept."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,29 +23,21 @@ from collectives import (
 )
 from zero import ZeroOptimizer
 
+from ..dials.loops import step, steps
+from ..dials.record import config_with
 from ..support.carried import FEWER, awkward, between_hosts, reduction
 from ..support.errors import error_of, errors_on
 from ..support.loops import seeded
-from ..support.models import odd_batches, odd_loss
+from ..support.machine.hosts import Wires
+from ..support.machine.program import Clip, Divide
+from ..support.machine.run import run
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits
-from ..support.programs import Program, Round, Step, check, locked_build
-from ..support.rows import rows, without
-from ..support.sides import Side, same_as_plain
+from ..support.rows import rows
 from ..support.sockets import on_hosts, on_wires, routed
-from ..support.trainings import trained
-
-STEPS = (
-    Step((Round(), Round()), clips=((0.1, 2.0), (0.05, 3.0))),
-    Step((Round(sync=False), Round()), divisor=7.5),
-    Step((Round(), Round(sync=False)), clear="zeros"),
-    Step(step=False),
-    Step(clips=((0.1, float("inf")),)),
-)
-PSI = 5 * (67 * 67 + 67)  # numbers in `Wide`
 
 
-def wide() -> nn.Module:
+def wide() -> Any:
     return seeded(0, lambda: nn.Sequential(*(nn.Linear(67, 67) for _ in range(5))))
 
 
@@ -107,7 +98,7 @@ def fails(model: Any, optimizer: Any) -> None:
 
 def freezes(model: Any, optimizer: Any) -> None:
     if optimizer.rank >= 2:
-        model.get_parameter("last.bias").requires_grad_(False)
+        model[4].bias.requires_grad_(False)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +110,7 @@ def freezes(model: Any, optimizer: Any) -> None:
         ],
         [
             (3, "hierarchical", fails, "rank 3: unplugged"),
-            (2, "auto", freezes, "last.bias"),
+            (2, "auto", freezes, "4.bias"),
         ],
     ),
 )
@@ -129,10 +120,11 @@ def test_what_differs_in_one_replica_is_named_in_all(
     """A rank that fails by its number in the group, whichever rank waits for it."""
 
     def program(transport: Transport) -> None:
-        model, optimizer = trained(transport, stage, sharding_factor=2, collective=name)
-        optimizer.zero_grad()
+        model = wide()
+        own = {"stage": stage, "sharding_factor": 2, "collective": name, "process_group": transport}
+        optimizer = ZeroOptimizer(model, **own)
         act(model, optimizer)
-        odd_loss(model, odd_batches(4, 9)[transport.rank]).backward()
+        backward(model)
         optimizer.step()
 
     for rank, told in enumerate(errors_on(4, program)):
@@ -142,7 +134,7 @@ def test_what_differs_in_one_replica_is_named_in_all(
 @pytest.mark.parametrize("given", [{"stage": 0, "sharding_factor": 1}, {"stage": 2, "reshard_after_forward": False}])
 def test_what_a_stage_has_no_use_for_is_told_to_all_ranks_if_one_alone_asks_for_it(given: dict[str, Any]) -> None:
     def program(transport: Transport) -> None:
-        trained(transport, **(given if transport.rank == 1 else {"stage": given["stage"]}))
+        ZeroOptimizer(wide(), process_group=transport, **(given if transport.rank == 1 else {"stage": given["stage"]}))
 
     for told in errors_on(2, program):
         assert "rank 0 asked for stage=" in told
@@ -150,31 +142,17 @@ def test_what_a_stage_has_no_use_for_is_told_to_all_ranks_if_one_alone_asks_for_
 
 # -- the bits ----------------------------------------------------------------------------------------------------------
 
-PROGRAMS: dict[str, tuple[list[int], Program]] = {  # with the hosts of the ranks
-    "replicas of one": ([0, 0], Program(2, 1, "adamw fused", sharding_factor=1, steps=STEPS)),
-    "what two ranks keep": ([0, 0, 0, 0], Program(4, 3, reshard=2, steps=STEPS[:3])),
-    "a replica on two hosts": ([0, 0, 0, 1], Program(4, 2, sharding_factor=2, steps=STEPS[:2])),
-    "what two of a host keep": ([0, 0, 1, 1], Program(4, 3, reshard=2, steps=STEPS[:2])),
-}
 
-
-@pytest.mark.parametrize("name", without(PROGRAMS, "what two ranks keep", "what two of a host keep"))
-def test_training_is_that_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "changes"),
+    rows([([0, 0, 0, 1], {"stage": 2, "sharding_factor": 2})], [([0, 0, 1, 1], {"stage": 3, "reshard": 2})]),
+)
+def test_training_on_several_hosts_is_that_of_the_plain_loop(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], changes: dict[str, Any]
+) -> None:
     """If one replica lies on two hosts, no replica shares memory: all must cut their buckets alike."""
-    hosts, program = PROGRAMS[name]
     on_hosts(monkeypatch, hosts)
-    check(program, run=on_wires if any(hosts) else on_threads)
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-def test_without_a_word_the_sum_is_divided_by_all_ranks(factor: int) -> None:
-    def loop(side: Side) -> None:
-        side.train(lambda model, rank: odd_loss(model, odd_batches(4)[rank]))
-        side.step()
-
-    same_as_plain(
-        loop, partial(locked_build, 0), world_size=4, settings={"stage": 2, "sharding_factor": factor}, lr=1.0
-    )
+    run(config_with({"world_size": 4, **changes}), *step(1, Clip(0.1)), Divide(7.5), *steps(2), backend=Wires())
 
 
 @FEWER
@@ -212,64 +190,7 @@ def test_a_sum_over_replicas_is_the_fold_in_rank_order(data: st.DataObject, algo
             assert_same_bits(whole, expected)
 
 
-# -- bytes and traffic -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stage", "ranks", "factor", "precision", "reshard"),
-    rows(
-        [
-            (1, 2, 1, "", True),
-            (3, 4, 2, "", True),
-            (3, 1, None, "", False),
-        ],
-        [
-            (2, 4, 2, "bf16", True),
-            (3, 4, None, "bf16", 2),
-            (3, 4, 2, "", False),
-        ],
-    ),
-)
-def test_bytes_and_traffic_are_those_of_the_formulas(
-    stage: int, ranks: int, factor: int | None, precision: str, reshard: bool | int
-) -> None:
-    """What is kept for a backward need not travel again."""
-    mixed = PRECISIONS.get(precision)
-    arguments: dict[str, Any] = {"sharding_factor": factor, "reshard_after_forward": reshard, "mixed_precision": mixed}
-
-    def program(transport: Transport) -> tuple[Any, int]:
-        model = wide()
-        own = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.03}
-        optimizer = ZeroOptimizer(model, torch.optim.Adam, **own, **arguments)
-        for _ in range(3):
-            before, gradients = optimizer.traffic, 0
-            for _ in range(2):
-                backward(model)
-                gradients = optimizer.describe().bytes["gradients"]
-            optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        description = optimizer.describe()
-        description.bytes["gradients"] = gradients
-        return description, (optimizer.traffic - before).payload_sent
-
-    results, shared = on_threads(ranks, program), factor or ranks
-    for description, _ in results:
-        assert (description.sharding_factor, description.world_size) == (shared, ranks)
-        assert (f"sharding factor {shared}" in str(description)) is (shared < ranks)
-        weight, sums = 2 if precision else 4, 4 * PSI // shared
-        expected = {
-            "parameters": weight * PSI // (shared if stage == 3 else 1),
-            "optimizer": (12 if precision else 8) * PSI // shared,
-            "gradients": weight * PSI + (sums if precision else 0) if stage == 1 else sums,
-        }
-        for kind, nbytes in expected.items():
-            assert description.formula_bytes[kind] == description.bytes[kind], kind
-            assert nbytes <= description.bytes[kind] <= 1.03 * nbytes + 4096, kind
-        if stage == 3:
-            assert description.bytes["gathered_peak"] <= description.formula_bytes["gathered_peak"] + 4096
-            assert reshard is not False or shared == 1 or description.bytes["gathered_peak"] >= weight * PSI
-    assert sum(sent for _, sent in results) == results[0][0].formula_traffic_bytes(2, 2)
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stage", "precision"), rows([(1, "bf16")], [(2, "")]))

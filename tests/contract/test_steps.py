@@ -1,4 +1,4 @@
-"""At every moment of a step: what may change an update, what none can observe, and what an interrupt leaves."""
+"""At every moment of a step: what may change an update, and what none can observe."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from zero import ZeroOptimizer
 from zero.core.layout import BucketSpec
 from zero.parameters.sharded import ShardedStorage
 
-from ..support.models import Odd, odd_loss
+from ..support.machine import program as p
+from ..support.machine.ranks import Rank
 from ..support.parts import parts_of
-from ..support.rows import only, rows
-from .moments import PLACES, Stop, batch_of, in_closure, in_gathered_write, train
-
-ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+from ..support.rows import rows
+from .watched import train
 
 # -- calls that must not change an update -----------------------------------------------------------------------------
 
 
-def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
+def everything_but_step(command: p.Command | None, rank: Rank) -> None:
     """Make every call that is legal at the moment."""
-    str(optimizer.describe()), repr(optimizer), optimizer.traffic, {p: dict(s) for p, s in optimizer.state.items()}
+    model, optimizer = rank.model, rank.optimizer
+    str(optimizer.describe()), repr(optimizer), optimizer.traffic, {q: dict(s) for q, s in optimizer.state.items()}
     optimizer.check_replicas()
     optimizer.exchange(b"hello")
-    for parameter in (model.last.weight, model.unused, model.frozen, model.empty):
+    for parameter in model.parameters():
         optimizer.full_grad(parameter)
     optimizer.consolidate_state_dict(1)
     if optimizer.rank == 1:
@@ -45,22 +45,20 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    if moment != "forward":  # after a forward, this would edit tensors that the backward needs
-        with optimizer.gathered([model.one, model.last.weight], write=True):
+    if not isinstance(command, p.Keep):  # after a forward, this would edit tensors that the backward needs
+        with optimizer.gathered([model.first.bias, model.last.weight], write=True):
             pass
-        with optimizer.no_sync(), torch.no_grad():
-            odd_loss(model, batch_of(7, 0))
-    if moment in ("last backward", "clip"):
+        with optimizer.no_sync():
+            rank.forward(p.Evaluate(7))
+    if isinstance(command, p.Clip):
         for norm_type in (2.0, 3.0, float("inf")):
             optimizer.clip_grad_norm_(float("inf"), norm_type)
-    if moment in ("built", "clear"):
+    if command is None or isinstance(command, p.ZeroGrad):
         optimizer.zero_grad()
         optimizer.divisor = float(optimizer.divisor)
-    if moment == "built":
-        with torch.inference_mode():
-            odd_loss(model, batch_of(7, 0))
-    another = nn.ParameterList([torch.ones(3)])
-    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=parts_of(optimizer).stage.number)
+    if command is None:
+        rank.forward(p.Evaluate(7, inference=True))
+    other = ZeroOptimizer(nn.ParameterList([torch.ones(3)]), process_group=rank.group, stage=rank.setting.stage)
     other.close()
 
 
@@ -105,8 +103,9 @@ def poison_padding(flat: Tensor, bucket: BucketSpec, begin: int, end: int) -> No
     flat[padding] = float("nan")
 
 
-def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
-    storage, rank = optimizer._storage, optimizer.rank
+def poison(_: p.Command | None, of: Rank) -> None:
+    optimizer, rank = of.optimizer, of.rank
+    storage: Any = optimizer._storage
     pools, stage = [optimizer._transport.pool], parts_of(optimizer).stage
     if isinstance(storage, ShardedStorage):
         pools.append(storage.manager.gathered.pool)
@@ -140,36 +139,3 @@ def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.
     """
     fill_memory(monkeypatch, 255)
     train(stage, poison)
-
-
-# -- exceptions -------------------------------------------------------------------------------------------------------
-
-
-ALONE = [(stage, place, True) for stage, place in ((0, PLACES[1]), (1, PLACES[2]), (2, PLACES[1]))]
-
-
-@pytest.mark.law("exceptions")
-@pytest.mark.parametrize(
-    ("stage", "place", "alone"),
-    only(
-        [*((1 + number % 3, place, False) for number, place in enumerate(PLACES)), *ALONE],
-        (1, in_closure, False),
-        (3, in_gathered_write, False),
-        ALONE[2],
-    ),
-)
-def test_an_exception_anywhere_leaves_an_object_that_goes_on(
-    stage: int, place: Callable[[Odd, ZeroOptimizer, int], None], alone: bool
-) -> None:
-    """On all ranks or on one: gradients are cleared, and the step begins again. `test_traces` has stages 0 and 3."""
-
-    def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-        if moment in ("built", "clear"):
-            if alone and optimizer.rank == 0:
-                odd_loss(model, batch_of(5, 0)).backward()  # whose collectives still match
-            else:
-                with pytest.raises(Stop):
-                    place(model, optimizer, 5)
-            optimizer.zero_grad()
-
-    train(stage, at)

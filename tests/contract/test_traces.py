@@ -18,13 +18,15 @@ from zero.gradients.backward_schedule import BackwardSchedule, Phase
 from zero.parameters.gathered.units import GatheredUnit, State
 from zero.parameters.unit_manager import Unit
 
+from ..dials.loops import FAILS
+from ..dials.record import config_with
 from ..support.limits import BOUND
-from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.machine.program import Backward, Command, Keep, Step, Wrong, ZeroGrad
+from ..support.machine.ranks import Rank
+from ..support.models import build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
 from ..support.rows import rows
-from .moments import PLACES, Stop, batch_of, train
-
-ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+from .watched import LOOP, train
 
 # -- nothing on parameters but data, grad and class -------------------------------------------------------------------
 
@@ -47,17 +49,17 @@ def hooks_of(model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.law("no traces")
-@pytest.mark.parametrize("stage", rows([0], [1, 2, 3]))
+@pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
 def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
     """Except data, gradient, class and hooks. After close() hooks and class are restored, and memory is as before."""
-    pristine = build(0)
-    expected, models = traces(pristine), list[Odd]()
+    pristine = config_with({}).model(0)
+    expected, models = traces(pristine), list[nn.Module]()
 
-    def at(_: str, model: Odd, __: ZeroOptimizer) -> None:
-        assert traces(model) == expected
-        for name, p in model.named_parameters():
+    def at(_: Command | None, rank: Rank) -> None:
+        assert traces(rank.model) == expected
+        for name, p in rank.model.named_parameters():
             assert type(p) is nn.Parameter or (stage == 3 and is_released(p)), name
-        models.append(model)
+        models.append(rank.model)
 
     train(stage, at)
     assert models
@@ -82,14 +84,14 @@ def test_what_the_user_gave_is_never_edited(stage: int) -> None:
     ]
     before = [{**group, "params": list(group["params"])} for group in groups]
     optimizer = ZeroOptimizer(groups, torch.optim.AdamW, stage=stage, module=model, lr=3e-3)
-    odd_loss(model, batch_of(0, 0)).backward()
+    odd_loss(model, odd_batches(1)[0]).backward()
     optimizer.step()
     optimizer.zero_grad()
     optimizer.param_groups[1]["lr"] = 0.1
     saved = optimizer.state_dict()
     loaded = copy.deepcopy(saved)
     optimizer.load_state_dict(loaded)
-    odd_loss(model, batch_of(1, 0)).backward()
+    odd_loss(model, odd_batches(1, 1)[0]).backward()
     optimizer.step()
     optimizer.close()
     assert_same_states(loaded, saved)
@@ -186,13 +188,13 @@ def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: st
     return seen
 
 
-def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
+def a_rank_leaves(command: Command | None, rank: Rank) -> None:
     """Let rank 1 fail in the middle of a backward, while units are gathered."""
-    if optimizer.rank == 1:
+    if isinstance(command, Keep):
+        if rank.rank == 0:
+            with pytest.raises(CollectiveError):
+                rank.do(Backward(9))
         raise OSError("unplugged")
-    with pytest.raises(CollectiveError):
-        odd_loss(model, batch_of(9, 0)).backward()
-    raise OSError("alone")
 
 
 @pytest.mark.law("state transitions")
@@ -201,18 +203,10 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
     units = record_transitions(monkeypatch, GatheredUnit, "state")
     installed = record_transitions(monkeypatch, Unit, "installed")
     phases = record_transitions(monkeypatch, BackwardSchedule, "phase")
-
-    def at(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-        if moment == "clear":
-            optimizer.step()  # without gradients
-            for place in PLACES:
-                with pytest.raises(Stop):
-                    place(model, optimizer, 5)
-                optimizer.zero_grad()
-
     for stage in (0, 3):
-        train(stage, at)
-    with pytest.raises(OSError, match=r"unplugged|alone"):
+        fails = [Wrong(*call) for call in FAILS.items()]
+        train(stage, lambda *_: None, Step(), ZeroGrad(), *fails, ZeroGrad(), *LOOP)  # a step without gradients
+    with pytest.raises(OSError, match="unplugged"):
         train(3, a_rank_leaves)
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
         (State.SHARDED, State.GATHERING),

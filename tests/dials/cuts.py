@@ -9,6 +9,7 @@ from torch import nn
 
 from ..support.machine import program as p
 from ..support.programs import BY_PARAMETER, CLASSES
+from ..support.two_modes import Centred
 from .record import Dial, Moment, Refused
 
 USE = 'leave out partition=, or use "par'
@@ -66,7 +67,7 @@ DIALS = (
         first=3,
         values={
             name: {"optimizer": name}
-            for name in dict.fromkeys(("adamw", "adamw fused", *BY_PARAMETER, "averaged", *CLASSES))
+            for name in dict.fromkeys(("adamw", "adamw fused", *BY_PARAMETER, "averaged", *CLASSES, "schedule-free"))
             if name != "sgd fused"  # with momentum it fails where a parameter's first use is a later step
         },
         refused=[
@@ -92,6 +93,7 @@ DIALS = (
             by_element(torch.optim.LBFGS, f"LBFGS is not element-wise: … {USE}"),
             by_element(torch.optim.Adafactor, f"Adafactor is not element-wise: … {USE}"),
             by_element(torch.optim.Muon, f"Muon is not element-wise: … {USE}"),
+            by_element(Centred, "Centred is not element-wise: … (after eval())"),
             by_element(OddState, "OddState is not … its state 'history' has shape (2, 2)"),
         ],
     ),

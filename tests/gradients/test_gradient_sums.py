@@ -10,11 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
+from zero import ZeroOptimizer
 
+from ..support.limits import BOUND
+from ..support.loops import seeded
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import Clear, assert_same_model, plain_step
-from ..support.programs import locked_build
-from ..support.sides import Side, same_as_plain
+from ..support.plain import Clear, assert_same_model
+from ..support.rows import rows
+from ..support.sides import AsPlain, Side, same_as_plain
 from ..support.small import TwoVectors, with_sgd
 
 
@@ -29,20 +33,6 @@ def only_rank_0_uses_a(model: TwoVectors, rank: int) -> Tensor:
 def converted(side: Side) -> None:
     side.train(loss_of)
     side.model.to("cpu").float()  # assigns each p.grad.data to itself
-    side.step()
-
-
-def differentiated(side: Side) -> None:
-    """Call `torch.autograd.grad` between backwards."""
-    for round_ in range(2):
-
-        def loss_of(model: Any, rank: int, round_: int = round_) -> Tensor:
-            loss = odd_loss(model, odd_batches(2, round_)[rank])
-            torch.autograd.grad(loss, [model.last.weight, model.first.weight], retain_graph=True)
-            return loss
-
-        side.train(loss_of)
-        torch.autograd.grad(odd_loss(side.model, odd_batches(1, 9)[0]), list(side.model.last.parameters()))
     side.step()
 
 
@@ -81,7 +71,6 @@ CLEARS: list[tuple[int, Clear]] = [(0, "zeros"), (1, "module zeros"), (2, "none"
     [
         *((converted, TwoVectors, stage, 25.0) for stage in range(4)),
         (created, locked_build_0, 0, 25.0),
-        (differentiated, locked_build_0, 2, 25.0),
         *((partial(one_alone_held, how=how), TwoVectors, stage, 1e-6) for stage, how in CLEARS),
     ],
 )
@@ -123,22 +112,44 @@ def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_
 def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
     """As `torch.optim` does for all of its parameters at once: the gradients exist, and are zero."""
 
-    def program(transport: Transport) -> nn.Module:
-        model = TwoVectors()
-        optimizer = with_sgd(model, transport, momentum=0.9)
-        other = torch.optim.SGD(model.parameters(), lr=1.0, foreach=True)
+    def loop(side: Side) -> None:
         for _ in range(2):
-            model(1.0).backward()
-            optimizer.step()
-            other.zero_grad(set_to_none=False)
-        optimizer.step()
-        return model
+            side.train(lambda model, _: model(1.0))
+            side.step()
+            if isinstance(side, AsPlain):
+                side.clear("zeros")
+            else:
+                torch.optim.SGD(side.model.parameters(), foreach=True).zero_grad(set_to_none=False)
+        side.step()
 
-    plain = TwoVectors()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(2):
-        plain_step(plain, sgd, lambda model, scale: model(scale), [1.0, 1.0], 2)
-        sgd.zero_grad(set_to_none=False)
-    sgd.step()
-    for model in on_threads(2, program):
+    same_as_plain(loop, TwoVectors, settings={"bucket_cap_mb": 1e-6}, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
+def test_a_further_backward_may_follow_a_step_that_a_loss_scaler_has_skipped(stage: int) -> None:
+    """At stage 0 the scaler has edited p.grad, and the optimizer has not been called."""
+
+    def loop(model: nn.Linear, optimizer: torch.optim.Optimizer) -> list[float]:
+        scaler, scales = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1), list[float]()
+        for step in range(3):
+            optimizer.zero_grad()
+            factor = torch.tensor([[1.0, float("inf") if step == 1 else 2.0]])
+            scaler.scale((model(torch.ones(1, 2)) * factor).sum()).backward()
+            scaler.step(optimizer)
+            scaler.scale(model(torch.full((1, 2), 3.0)).sum()).backward()
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return scales
+
+    def program(transport: Transport) -> tuple[nn.Module, list[float]]:
+        model = seeded(1, lambda: nn.Linear(2, 2))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.5, momentum=0.5)
+        scales = loop(model, optimizer)
+        optimizer.close()
+        return model, scales
+
+    plain = seeded(1, lambda: nn.Linear(2, 2))
+    expected = loop(plain, torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.5))
+    for model, scales in on_threads(2, program, timeout=BOUND):  # equal batches: two ranks take the step of one
+        assert scales == expected
         assert_same_model(model, plain)

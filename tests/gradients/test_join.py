@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,21 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, Offload, ZeroOptimizer
+from zero import ZeroOptimizer
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.loops import seeded
-from ..support.narrowed import BF16
+from ..support.machine.hosts import ThreadsWithParametersOnTheHost
+from ..support.machine.program import Joined
+from ..support.machine.run import run
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from ..support.sides import Loop, Side, same_as_plain
+from ..support.sides import Side, same_as_plain
 from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.sockets import on_sockets
 
-STAGES = pytest.mark.parametrize(
-    ("stage", "run"), [(0, on_threads), (1, on_threads), (2, on_threads), (3, on_threads), (3, on_sockets)]
-)
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 
 
@@ -44,60 +43,17 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss
 
 
-def joined(*counts: int) -> Loop:
-    """Return a loop in which rank r has ``counts[r]`` batches."""
-
-    def loop(side: Side) -> list[Tensor]:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
-        norms = list[Tensor]()
-        with side.join():
-            for step in range(max(counts[rank] for rank in side.ranks)):
-                mine = [rank for rank in side.ranks if step < counts[rank]]
-                side.train(lambda model, rank, step=step: loss_of(model, step, rank), ranks=mine)  # type: ignore[misc]
-                tokens = sum(len(batch(step, rank)) for rank in mine)
-                side.divisor = side.optimizer.sum_over_ranks(tokens) if len(side.ranks) == 1 < len(counts) else tokens
-                norms.append(side.clip(0.5))
-                side.step()
-                side.clear()
-                scheduler.step()
-        return norms[: min(counts)]
-
-    return loop
+@pytest.mark.parametrize("stepped_there", [False, True])
+@pytest.mark.usefixtures("copied_from_the_host")
+def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory(stepped_there: bool) -> None:
+    config = config_with({"stage": 3, "world_size": 3, "offload": stepped_there, "precision": "bf16"})
+    run(config, Joined(1, (1, 0, 3)), *steps(1), backend=ThreadsWithParametersOnTheHost())
 
 
 @pytest.mark.parametrize(
-    ("stage", "run", "counts", "precision"),
-    rows(
-        [
-            (0, on_threads, (2, 5, 3), MixedPrecision(BF16)),
-            (1, on_threads, (0, 2), MixedPrecision(BF16)),
-        ],
-        [
-            (2, on_threads, (3, 1), None),
-            (3, on_threads, (1, 0, 3), {"": MixedPrecision(BF16), "2": MixedPrecision(torch.float32)}),
-            (3, on_sockets, (3, 1), MixedPrecision(BF16)),
-            (0, on_threads, (2, 2), None),
-        ],
-    ),
+    ("stage", "on"), [(0, on_threads), (1, on_threads), (2, on_threads), (3, on_threads), (3, on_sockets)]
 )
-def test_training_is_that_of_the_plain_loop_over_the_union(
-    stage: int, run: Any, counts: tuple[int, ...], precision: Any
-) -> None:
-    """With tokens counted over all ranks, a clip, and a schedule that the ranks with batches follow."""
-    settings = {"stage": stage, "bucket_cap_mb": 1e-4}
-    same_as_plain(joined(*counts), small, ADAMW, len(counts), run=run, precision=precision, settings=settings, lr=0.05)
-
-
-@pytest.mark.parametrize("step", [None, "cpu"])
-@pytest.mark.usefixtures("copied_from_the_host")
-def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory(step: Any) -> None:
-    offload = Offload("cpu", parameters="cpu", step=step)
-    counts, settings = (1, 0, 3), {"stage": 3, "bucket_cap_mb": 1e-4, "offload": offload}
-    same_as_plain(joined(*counts), small, ADAMW, 3, precision=MixedPrecision(BF16), settings=settings, lr=0.05)
-
-
-@STAGES
-def test_a_rank_that_left_makes_every_call_of_the_others(stage: int, run: Any) -> None:
+def test_a_rank_that_left_makes_every_call_of_the_others(stage: int, on: Any) -> None:
     def program(transport: Transport) -> list[Any]:
         model = small()
         model.register_buffer("mean", torch.full((2,), float(transport.rank)))
@@ -128,7 +84,7 @@ def test_a_rank_that_left_makes_every_call_of_the_others(stage: int, run: Any) -
         optimizer.check_replicas()
         return [seen, model.mean]
 
-    (seen, _), (nothing, mean) = run(2, program, timeout=BOUND)
+    (seen, _), (nothing, mean) = on(2, program, timeout=BOUND)
     assert nothing == []
     assert mean.tolist() == [0, 0]
     assert len(seen) == 10
@@ -171,6 +127,7 @@ def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> N
         with side.join():
             for step in range(3 if 0 in side.ranks else 0):
                 side.train(lambda model, _, step=step: loss_of(model, step, 0), ranks=[0])  # type: ignore[misc]
+                side.divisor = 1.5 + step
                 rate, group["betas"] = 0.1 / (step + 3), (0.5, 0.75)
                 if kind == "a new key":
                     group["note"] = None
@@ -201,49 +158,6 @@ def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
     assert on_threads(3, program, timeout=BOUND) == [[3 * 2**60 + 3, 1.0]] * 3
 
 
-def other_clips(optimizer: ZeroOptimizer, _: nn.Module) -> None:
-    if optimizer.rank < 2:
-        optimizer.clip_grad_norm_(1.0 + optimizer.rank)
-
-
-def one_fails(optimizer: ZeroOptimizer, model: nn.Module) -> None:
-    if optimizer.rank == 1:
-        raise KeyError("a broken batch")
-    if optimizer.rank == 0:
-        loss_of(model, 0, 0).backward()
-        optimizer.step()
-
-
-def all_fail(optimizer: ZeroOptimizer, _: nn.Module) -> None:
-    raise KeyError(f"on rank {optimizer.rank}")
-
-
-CALLS = r"inside join.*rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0"
-LEFT = r"^rank 1 left join\(\) with an error: KeyError: 'a broken batch'$"
-ERRORS: dict[Callable[[ZeroOptimizer, nn.Module], object], tuple[str, str, str]] = {
-    other_clips: (CALLS, CALLS, CALLS),
-    one_fails: (LEFT, "^'a broken batch'$", LEFT),
-    all_fail: ("^'on rank 0'$", "^'on rank 1'$", "^'on rank 2'$"),
-}
-
-
-@pytest.mark.parametrize("act", ERRORS)
-def test_an_error_ends_the_block_on_every_rank_and_training_goes_on(act: Any) -> None:
-    def program(transport: Transport) -> str:
-        model = small()
-        optimizer = ZeroOptimizer(model, SGD, lr=0.1, process_group=transport)
-        with pytest.raises((KeyError, RuntimeError)) as caught, optimizer.join():
-            act(optimizer, model)
-        optimizer.zero_grad()
-        loss_of(model, 0, transport.rank).backward()
-        optimizer.step()
-        optimizer.check_replicas()
-        return str(caught.value)
-
-    for text, expected in zip(on_threads(3, program, timeout=BOUND), ERRORS[act], strict=True):
-        assert re.search(expected, text, re.DOTALL)
-
-
 def test_a_backward_that_an_exception_ended_is_completed_before_the_block() -> None:
     """The other rank's backward is outside `join`, and waits for all means there."""
 
@@ -261,15 +175,6 @@ def test_a_backward_that_an_exception_ended_is_completed_before_the_block() -> N
     for model in on_threads(2, program, timeout=BOUND):
         assert_same_model(model, expected)
         assert_same_bits(model.b.grad, expected.b.grad)  # outside of the block it is shown again
-
-
-def test_what_changes_the_layout_is_refused_inside_join() -> None:
-    optimizer = ZeroOptimizer(small(), SGD, lr=0.1)
-    with optimizer.join():
-        for call in (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), optimizer.close):
-            with pytest.raises(RuntimeError, match="inside join"):
-                call()
-    optimizer.close()
 
 
 def test_a_unit_that_a_forward_left_for_its_backward_is_gathered_again_for_a_block() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,34 +13,23 @@ from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 from zero.gradients.grad_publisher import ShardedGradient
 
+from ..dials.loops import DIALS
+from ..dials.record import ODD, config_with
 from ..support.limits import BOUND
-from ..support.models import odd_batches, odd_loss
+from ..support.machine.run import run
 from ..support.plain import assert_same_model, assert_same_value
-from ..support.programs import locked_build
 from ..support.rows import rows
-from ..support.sides import Side, same_as_plain
 
+LOOPS: Any = DIALS[0].values
 pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
 
 
 @pytest.mark.parametrize(("stage", "world_size"), rows([(0, 2), (3, 2)], [(1, 1), (2, 3)]))
 def test_training_by_buckets_has_the_bits_of_the_plain_loop(stage: int, world_size: int) -> None:
     """Micro-batches are added up, with and without `no_sync`, and gradients are cleared in different ways."""
-    batches = odd_batches(24)
-
-    def loop(side: Side) -> list[Tensor]:
-        norms = []
-        for step, clear in enumerate(("zero_grad", "none", "zeros", "zero_grad")):
-            for part, sync in enumerate((True, step == 1, True)):
-                at = 2 * (3 * step + part)
-                side.train(lambda model, rank, at=at: odd_loss(model, batches[at + rank % 2]), sync=sync)  # type: ignore[misc]
-            norms.append(side.clip(0.1))
-            side.step()
-            side.clear(clear)
-        return norms
-
-    settings = {"stage": stage, "bucket_cap_mb": 0.002}
-    same_as_plain(loop, partial(locked_build, 0), torch.optim.AdamW, world_size, settings=settings, lr=1e-2)
+    parts = [part for part in ODD if part.kind != "sometimes"]  # else a bucket waits in vain
+    config = config_with({"stage": stage, "world_size": world_size, "parts": tuple(parts), "bucket_cap_mb": 0.002})
+    run(config, *LOOPS["no sync"], *LOOPS["clears, zeros"], *LOOPS["clears, none"])
 
 
 class Chain(nn.Module):

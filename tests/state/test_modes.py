@@ -3,61 +3,45 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero
 from collectives import Transport, on_threads, solo
-from zero import Offload, ShardedAverage, ZeroOptimizer
+from zero import ShardedAverage, ZeroOptimizer
 
-from ..contract.space import HABITS
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.errors import error_of, errors_on, is_plain, warned
-from ..support.loops import Several, seeded
+from ..support.loops import seeded
+from ..support.machine.program import Backward, Clip, Command, Modes, Step, ZeroGrad
+from ..support.machine.run import run
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model, assert_same_states
-from ..support.programs import Program, check, locked_build
-from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side, same_as_plain
-from ..support.small import TwoVectors
-from ..support.two_modes import Averaged, Centred, ScheduleFree
+from ..support.two_modes import Averaged, ScheduleFree
 from .training import TOGETHER, average_of, train, values
 
 BF16 = PRECISIONS["bf16"]
-OFFLOAD = Offload(tempfile.gettempdir())
-
-
-@pytest.mark.first(1)
-@pytest.mark.parametrize(
-    "program",
-    rows(
-        [
-            Program(3, 3, "schedule-free", precision=BF16, steps=HABITS["freezes"]),
-            Program(3, 2, "averaged", precision=BF16, steps=HABITS["clips"]),
-            Program(3, 1, "centred", partition="parameter", steps=HABITS["no sync"]),
-        ],
-        [
-            Program(4, 3, "averaged", sharding_factor=2, reshard=False, collective="pairwise", steps=HABITS["freezes"]),
-            Program(2, 0, "schedule-free", offload=OFFLOAD, steps=HABITS["fewer"]),
-            Program(1, 3, "averaged", precision=PRECISIONS["fp16"], scaled=True, steps=HABITS["scales"]),
-        ],
-    ),
-    ids=lambda program: f"{program.world_size}-{program.stage}-{program.optimizer}",
-)
-def test_weights_and_states_of_each_mode_are_those_of_the_plain_loop(program: Program) -> None:
-    """Also in an evaluation between a backward and its step."""
-    check(program)
+USED: list[Command] = [*steps(2), Modes(3), *steps(1, 60), Backward(4), Modes(5), Clip(0.5), Step(), ZeroGrad()]
 
 
 @pytest.mark.usefixtures("accelerated")
 def test_weights_that_are_rounded_where_they_are_read_are_those_of_the_mode() -> None:
-    check(Program(2, 3, "schedule-free", collective="pairwise", precision=BF16, steps=HABITS["clips"]))
+    changes = {"stage": 3, "world_size": 2, "optimizer": "schedule-free", "collective": "pairwise", "precision": "bf16"}
+    run(config_with(changes), *USED)
+
+
+def test_of_several_classes_those_with_modes_exchange_their_weights() -> None:
+    two = {"classes": ("", "schedule-free"), "shares": (0, 1), "options": ((), ())}
+    run(config_with({"world_size": 2, **two}), *USED)
 
 
 @pytest.mark.first(1)
@@ -145,44 +129,6 @@ def test_averages_of_evaluated_weights_are_those_of_the_plain_loop() -> None:
     assert warnings == []
 
 
-def test_of_several_classes_those_with_modes_exchange_their_weights() -> None:
-    """That of a group that is added later, too."""
-    models = [seeded(0, lambda: nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))) for _ in range(3)]
-    plain: Any = models.pop()
-    adamw, free = torch.optim.AdamW(plain[0].parameters(), lr=0.1), ScheduleFree(plain[1].parameters())
-    batches = torch.randn(3, 2, 4, 6, generator=torch.Generator().manual_seed(0))
-
-    def loop(side: Any, modes: Any, added: Any) -> list[Tensor]:
-        seen = []
-        for step in range(3):
-            if step == 1:
-                modes.add_param_group({"params": [*side.model[2].parameters()], **added})
-            side.model.train()
-            modes.train()
-            side.train(lambda model, rank, step=step: model(batches[step, rank]).square().mean())
-            side.step()
-            side.clear("module")
-            side.model.eval()
-            modes.eval()
-            seen.append(side.model(batches[0, 0]).detach())
-        return seen
-
-    expected = loop(AsPlain(plain, lambda _: Several(adamw, free), 2), free, {})
-
-    def program(transport: Transport) -> Any:
-        model: Any = models[transport.rank]
-        own = {"optimizer_class": ScheduleFree}
-        groups = [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], **own}]
-        optimizer = ZeroOptimizer(groups, module=model, process_group=transport, lr=0.1)
-        seen = loop(OnRank(model, optimizer), optimizer, own)
-        optimizer.close()
-        return model, seen
-
-    for model, seen in on_threads(2, program):
-        assert_same_model(model, plain)
-        assert all(map(torch.equal, seen, expected))
-
-
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -193,51 +139,6 @@ def built(transport: Transport, cls: Any = ScheduleFree, stage: int = 2, **argum
 
 def backward(model: Any, transport: Transport) -> None:
     odd_loss(model, odd_batches(transport.world_size)[transport.rank]).backward()
-
-
-@pytest.mark.parametrize("stage", rows([3], [0, 2]))
-def test_a_step_in_eval_mode_is_refused_on_every_rank_and_can_be_taken_after_train(stage: int) -> None:
-    def program(transport: Transport) -> Any:
-        model, optimizer = built(transport, stage=stage)
-        backward(model, transport)
-        said = error_of(optimizer.step)
-        optimizer.train()
-        optimizer.step()
-        optimizer.close()
-        return said, model
-
-    plain = AsPlain(locked_build(0), ScheduleFree, 2)
-    plain.set_mode("train")
-    plain.train(lambda model, rank: odd_loss(model, odd_batches(2)[rank]))
-    plain.step()
-    with warned() as warnings:
-        results = on_threads(2, program)
-    for said, model in results:
-        assert "step() in eval mode: param group 0, of ScheduleFree" in said
-        assert "Call optimizer.train() on all ranks" in said
-        assert_same_model(model, plain.model)
-    assert len(warnings) == 2  # of each rank one
-    assert (
-        "a forward in train mode with the weights of the optimizer's eval mode: call optimizer.train()" in warnings[0]
-    )
-
-
-def test_calls_at_a_wrong_moment_are_refused_on_every_rank() -> None:
-    def program(transport: Transport) -> list[str]:
-        model, optimizer = built(transport, stage=3)
-        with optimizer.gathered():
-            said = [error_of(optimizer.train)]
-        with optimizer.join():
-            said.append(error_of(optimizer.train))
-        optimizer.train()
-        model.scale.register_hook(lambda _: said.append(error_of(optimizer.eval)))
-        backward(model, transport)
-        return said
-
-    for inside_gathered, *others in on_threads(2, program):
-        assert "train() inside gathered() or inside a forward: leave it first" in inside_gathered
-        assert "train() inside a backward or inside join(): leave it first" in others[0]
-        assert "eval() inside a backward or inside join(): leave it first" in others[1]
 
 
 @pytest.mark.parametrize("what", ["memory", "list"])
@@ -253,28 +154,6 @@ def test_parameters_that_were_replaced_are_named_on_every_rank(what: str) -> Non
     for said in errors_on(2, program):
         assert "rank 1" in said
         assert "'first.weight'" in said
-
-
-def test_a_dict_of_the_mode_before_is_not_returned() -> None:
-    def program(transport: Transport) -> str:
-        _, optimizer = built(transport)
-        optimizer.consolidate_state_dict(None)
-        optimizer.train()
-        return error_of(optimizer.state_dict)
-
-    for said in on_threads(2, program):
-        assert "consolidate_state_dict" in said
-
-
-def test_ranks_that_change_to_different_modes_learn_of_it() -> None:
-    def program(transport: Transport) -> None:
-        _, optimizer = built(transport)
-        optimizer.train()
-        optimizer.eval() if transport.rank else optimizer.step()
-
-    for said in errors_on(2, program):
-        assert "eval()" in said
-        assert "step()" in said
 
 
 class Fails(ScheduleFree):
@@ -293,22 +172,6 @@ def test_an_error_of_the_class_on_one_rank_reaches_the_others() -> None:
 
     for said in errors_on(3, program):
         assert "ZeroDivisionError: of one rank" in said
-
-
-def test_without_such_a_class_there_is_no_call_and_no_hook() -> None:
-    model, optimizer = built(solo(), torch.optim.AdamW)
-    assert not hasattr(optimizer, "train")
-    assert not hasattr(optimizer, "eval")
-    with pytest.raises(AttributeError, match=r"AdamW has no train\(\) and eval\(\).*leave out optimizer.eval\(\)"):
-        optimizer.eval()
-    assert not model._forward_pre_hooks
-
-
-def test_the_mode_is_no_argument_as_it_is_of_a_module() -> None:
-    _, optimizer = built(solo(), stage=1)
-    call: Any = optimizer.train
-    with pytest.raises(TypeError, match=r"ZeroOptimizer\.train\(\) takes 0 positional arguments but 1 was given"):
-        call(False)
 
 
 def test_a_forward_in_the_wrong_mode_warns_once() -> None:
@@ -386,8 +249,3 @@ def test_a_graph_that_is_kept_across_an_exchange_raises_as_across_a_step(world_s
 
     for said in on_threads(world_size, program):
         assert ("modified by an inplace operation" if world_size == 1 else "changed") in said
-
-
-def test_a_class_whose_modes_look_at_whole_parameters_is_refused_by_elements() -> None:
-    with pytest.raises(ValueError, match=r"Centred is not element-wise: .*\(after eval\(\)\)"):
-        ZeroOptimizer(TwoVectors(), Centred, process_group=solo(), partition="element")

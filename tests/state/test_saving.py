@@ -1,4 +1,4 @@
-"""Optimizer states have torch's own form, and training goes on from them at any stage and number of ranks."""
+"""Optimizer states have torch's own form, and are made, shared and called as those of torch."""
 
 from __future__ import annotations
 
@@ -11,71 +11,13 @@ import torch
 from torch import nn
 
 import zero
-from collectives import on_threads
 from zero import ZeroOptimizer
 
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
-from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_states
-from ..support.programs import CLASSES, locked_build
-from ..support.rows import rows
-from ..support.sides import AsPlain, OnRank, Side, same_as_plain
+from ..support.sides import Side, same_as_plain
 from ..support.trainings import SGD, Two
-from .training import TOGETHER, train
-
-ROWS: list[tuple[str, Any, Any, str]] = rows(
-    # class, before and after: the plain loop, or ranks, stage and cap; precision
-    [
-        ("adamw", (3, 3, 0.0005), (2, 1, 1e-6), ""),
-        ("adamw foreach", (2, 1, 0.0005), (2, 3, 0.0005), "bf16"),
-    ],
-    [
-        ("asgd", (2, 1, 1e-6), "plain", ""),
-        ("nadam", "plain", (3, 2, 0.0005), ""),
-        ("adagrad", (2, 0, 25.0), (2, 3, 25.0), ""),
-        ("adamw fused", (2, 2, 0.0005), (3, 1, 0.0005), "bf16"),
-    ],
-)
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_training_goes_on_from_a_saved_dict(row: Any) -> None:
-    """In a new optimizer, whose param groups have no options except those of the dict."""
-    name, before, after, numbers = row
-    (cls, arguments), precision = CLASSES[name], PRECISIONS.get(numbers)
-    usual = cls([nn.Parameter(torch.ones(1))], **arguments).defaults["lr"]
-
-    def program(transport: Any, where: Any, steps: range, saved: Any) -> Any:
-        model, options = locked_build(0), {**arguments, **({} if saved is None else {"lr": 9.0})}
-        if saved is not None:
-            model.load_state_dict(saved[0])
-        if where == "plain":
-            side: Any = AsPlain(model, lambda updated: cls(updated, **options), 1, precision, TOGETHER)
-        else:
-            options.update(stage=where[1], process_group=transport, bucket_cap_mb=where[2], divisor=TOGETHER)
-            side = OnRank(model, ZeroOptimizer(model, cls, mixed_precision=precision, **options))
-        optimizer = side.optimizer
-        if saved is not None:
-            optimizer.load_state_dict(copy.deepcopy(saved[1]))
-            assert optimizer.param_groups[0]["lr"] == usual
-        train(side, steps)
-        if where == "plain":
-            return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        optimizer.consolidate_state_dict(None)
-        states = copy.deepcopy(optimizer.state_dict())
-        optimizer.close()
-        return copy.deepcopy(model.state_dict()), states
-
-    def run(where: Any, steps: range, saved: Any) -> Any:
-        if where == "plain":
-            return program(None, where, steps, saved)
-        return on_threads(where[0], lambda transport: program(transport, where, steps, saved), timeout=10)[-1]
-
-    weights, states = run(after, range(3, 5), run(before, range(3), None))
-    plain_weights, plain_states = run("plain", range(5), None)
-    for key, value in plain_weights.items():
-        assert_same_bits(weights[key], value, key)
-    assert_same_states(states, plain_states)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -99,24 +41,6 @@ def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
     for index, state in theirs["state"].items():
         for key, value in state.items():
             assert ours["state"][index][key].stride() == value.stride(), (index, key)
-
-
-def test_an_option_that_the_class_adds_may_be_missing_in_a_dict() -> None:
-    optimizer = ZeroOptimizer(Two(), torch.optim.AdamW, amsgrad=True)
-    saved = optimizer.state_dict()
-    del saved["param_groups"][0]["amsgrad"]
-    optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["amsgrad"] is False
-
-
-def test_a_closed_optimizer_has_no_states() -> None:
-    model = Two()
-    optimizer = ZeroOptimizer(model, SGD, lr=0.1, momentum=0.9)
-    model(1.0).backward()
-    optimizer.step()
-    before = list(optimizer.state)
-    optimizer.close()
-    assert (before != [], list(optimizer.state)) == (True, [])
 
 
 class Narrow(torch.optim.SGD):
@@ -212,6 +136,7 @@ def test_adagrad_makes_the_states_of_a_later_group_in_the_step(stage: int) -> No
     def loop(side: Side) -> Any:
         model, optimizer, found = side.model, side.optimizer, list[Any]()
         optimizer.add_param_group({"params": [model.late, model.unused], "lr": 0.05})
+        optimizer.add_param_group({"params": [], "lr": 0.3})
         for step in range(3):
             side.train(lambda model, rank, step=step: model(step + rank))  # type: ignore[misc]
             side.step()

@@ -10,16 +10,12 @@ from torch.optim import swa_utils
 from zero import ShardedAverage
 
 from ..support import sides
+from ..support.machine.program import AVERAGES
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
-from ..support.programs import locked_build
 from ..support.sides import AsPlain, Loop, Side, same_as_plain
 
 TOGETHER = 6  # micro-batches of a step
-KINDS: dict[str, dict[str, Any]] = {
-    "mean": {},
-    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.7)},
-    "by tensor": {"avg_fn": lambda average, weights, count: average * 0.9 + weights * 0.1},
-}
 
 
 def train(side: Side, steps: range, *averages: Any) -> None:
@@ -32,8 +28,8 @@ def train(side: Side, steps: range, *averages: Any) -> None:
 
 def average_of(side: Side, kind: str, **arguments: Any) -> Any:
     if isinstance(side, AsPlain):
-        return swa_utils.AveragedModel(side.model, **KINDS[kind])
-    return ShardedAverage(side.optimizer, **KINDS[kind], **arguments)
+        return swa_utils.AveragedModel(side.model, **AVERAGES[kind])
+    return ShardedAverage(side.optimizer, **AVERAGES[kind], **arguments)
 
 
 def values(average: Any) -> dict[str, Any]:

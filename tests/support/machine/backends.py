@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -69,11 +69,12 @@ class Processes:
 
     rank: ClassVar[type[Rank]] = Rank
 
-    def __init__(self, pool: GlooPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: GlooPool, members: Sequence[int] | None = None) -> None:
+        """``members``: those of the pool. None: the first ones."""
+        self._pool, self._chosen = pool, members
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        self._members = range(setting.world_size)
+        self._members = self._chosen or range(setting.world_size)
         self._run("__init__", self.rank, config, setting, saved)
 
     def do(self, command: Command) -> list[Any]:

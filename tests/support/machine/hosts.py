@@ -13,7 +13,7 @@ from collectives import Algorithm, Collective, Hierarchical, Shared, Transport
 from zero import Offload
 
 from ..carried import folded
-from ..sockets import meet, routed
+from ..sockets import Wire, meet, routed
 from .backends import Threads
 from .program import Config, Setting
 from .ranks import Rank, Saved
@@ -69,3 +69,10 @@ class Sockets(Threads):
 
     def _place(self, setting: Setting, group: Transport) -> Transport:
         return Transport(meet(group))
+
+
+class Wires(Sockets):
+    """Ranks as threads that share no memory, unless hosts that a test pretends say so. Nothing is delayed."""
+
+    def _place(self, setting: Setting, group: Transport) -> Transport:
+        return Transport(Wire(group.backend))

@@ -7,7 +7,7 @@ dtype, so that its own loop continues differently than without saving. Here they
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from ..sides import AsPlain
 from . import program as p
 from .classes import PlainClasses
 from .player import Player
-from .program import Config, Setting
+from .program import Config
 
 
 class Oracle(AsPlain, Player):
@@ -35,9 +35,8 @@ class Oracle(AsPlain, Player):
     def _start(self) -> None:
         self.scheduler = p.scheduler_of(self.optimizer)
         self.kept = []
-        self.average: AveragedModel | None = None
-        if self.config.has_modes:
-            self.optimizer.train()
+        self.averages: dict[str, AveragedModel] = {}
+        self.classes.train()
 
     def _optimizer_of(self, updated: Sequence[Tensor]) -> PlainClasses:
         cls, arguments = self.config.optimizer_class
@@ -74,14 +73,27 @@ class Oracle(AsPlain, Player):
     def lend(self) -> None:
         self.meet()
 
-    def averaged(self) -> dict[str, Tensor]:
+    def averaged(self, command: p.Average) -> Any:
         self.meet()
         weights = nn.ParameterList([q.detach() for q in self.numbers.followed()])
-        self.average = AveragedModel(weights) if self.average is None else self.average
-        self.average.update_parameters(weights)
+        if command.kind not in self.averages:
+            self.averages[command.kind] = AveragedModel(weights, **p.AVERAGES[command.kind])
+        self.averages[command.kind].update_parameters(weights)
         listed, names = {id(q) for q in self.listed}, {q: name for name, q in self.model.named_parameters()}
-        pairs = zip(self.parameters, self.average.module.parameters(), strict=True)
-        return {names[q]: average.detach().clone() for q, average in pairs if id(q) in listed}
+        pairs = zip(self.parameters, self.averages[command.kind].module.parameters(), strict=True)
+        found = {q: average.detach().clone() for q, average in pairs if id(q) in listed}
+        before = {q: q.detach().clone() for q in found}
+        self._put(found)
+        seen = self.forward(p.Evaluate(7))
+        self._put(before)
+        return {names[q]: p.laid_out(value) for q, value in found.items()}, seen
+
+    @staticmethod
+    @torch.no_grad()
+    def _put(values: Mapping[Tensor, Tensor]) -> None:
+        """Write values into parameters."""
+        for q, value in values.items():
+            q.copy_(value)
 
     def roll_back(self, command: p.RollBack) -> None:
         self.numbers.follow()  # see `load`
@@ -154,6 +166,8 @@ class Oracle(AsPlain, Player):
         narrow = dict(zip(map(id, self.updated), self.listed, strict=True))
         self.narrow = {name: [narrow[id(wide)] for wide in self.classes.of(name)] for name in found}
         for name, of_class in found.items():
+            # a class may leave empty ones
+            of_class["state"] = {index: state for index, state in of_class["state"].items() if state}
             pairs = enumerate(zip(self.narrow[name], self.classes.of(name), strict=True))
             of_class["masters"] = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
         return found
@@ -166,12 +180,14 @@ class Oracle(AsPlain, Player):
             name: wide[id(value)] if id(value) in chosen else value.detach().clone() for name, value in found.items()
         }
 
-    def load(self, setting: Setting) -> None:
+    def load(self, command: p.Load) -> None:
         self.numbers.follow()  # saved master weights have followed what was written: a later edit may undo it in bf16
         saved = copy.deepcopy(self.classes.state_dict())
-        self.setting, self.world_size, self.divisor = setting, setting.world_size, setting.world_size
+        self.setting, averages = command.setting, self.averages if command.folder else {}
+        self.world_size = self.divisor = self.setting.world_size
         self.model.zero_grad()
         self.optimizer = self._optimizer_of(self.numbers.updated)
         self.forget()
         self._start()
+        self.averages = averages
         self.classes.load_state_dict(saved)

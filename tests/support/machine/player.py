@@ -78,7 +78,7 @@ class Player:
                 return [group["lr"] for group in self.optimizer.param_groups]
             case p.Evaluate():
                 self.model.eval()
-                found = self._forward(command)
+                found = self.forward(command)
                 self.model.train()
                 return found
             case p.Read():
@@ -106,7 +106,7 @@ class Player:
             case p.Lend():
                 self.lend()
             case p.Average():
-                return self.averaged()
+                return self.averaged(command)
             case p.Measure():
                 return self.measure(command)
             case p.Wrong():
@@ -121,7 +121,7 @@ class Player:
             case p.FullState():
                 return self.full_state(command.to, masters=command.masters)
             case p.Load():
-                self.load(command.setting)
+                self.load(command)
         return None
 
     def _write(self, command: p.Write) -> None:
@@ -145,7 +145,7 @@ class Player:
         self.step()
         self.clear("zero_grad")
 
-    def _forward(self, command: p.Evaluate) -> Tensor:
+    def forward(self, command: p.Evaluate) -> Tensor:
         with torch.inference_mode() if command.inference else torch.no_grad():
             found: Tensor = self.model(p.micro_batch(self.setting, command.seed, command.mask, 0)).clone()
         return found
@@ -153,7 +153,7 @@ class Player:
     def _in_eval_mode(self, seed: int) -> list[Tensor]:
         """Return the weights and an output in eval mode of the optimizer."""
         self.set_mode("eval")
-        found = [self._forward(p.Evaluate(seed)), *self.read(None)]
+        found = [self.forward(p.Evaluate(seed)), *self.read(None)]
         self.set_mode("train")
         return found
 

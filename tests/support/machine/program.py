@@ -23,7 +23,14 @@ from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
 FOLDER = "a folder"  # stands for one that a run makes
-Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before", "zeros"]
+Form = Literal[
+    "one", "two forwards", "two losses", "retained", "autograd.grad before", "zeros", "autocast", "penalised",
+]  # fmt: skip
+AVERAGES: dict[str, dict[str, Any]] = {  # arguments of an average, by its kind
+    "mean": {},
+    "ema": {"multi_avg_fn": torch.optim.swa_utils.get_ema_multi_avg_fn(0.7)},
+    "by tensor": {"avg_fn": lambda average, weights, count: average * 0.9 + weights * 0.1},
+}
 
 
 class Setting(Source):
@@ -90,9 +97,10 @@ class Config(Source):
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return (CLASSES | BY_PARAMETER | TWO_MODES)[self.optimizer]
 
-    @property
-    def has_modes(self) -> bool:
-        return self.optimizer in TWO_MODES
+    def has_modes(self, model: nn.Module) -> bool:
+        """Return whether the class of a param group has ``train()`` and ``eval()``."""
+        own = self.optimizer_class[0]
+        return any(hasattr(group.get("optimizer_class", own), "train") for group in self.groups(model))
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the param groups, in order; the first parameter is always in the first."""
@@ -346,7 +354,12 @@ class Lend(Command):
 
 
 class Average(Command):
-    """Update a running average of the weights, and read it. The first such command since a load makes it."""
+    """Update a running average of the weights, read it, and run a forward with it.
+
+    The first such command makes it; checkpoints have it, and dicts do not. ``kind``: a key of `AVERAGES`.
+    """
+
+    kind: str = "mean"
 
 
 class FailToAdd(Command):
@@ -428,13 +441,23 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
         out = model(batch)
         first, second = (out.sum(), out.sum() * 2) if model.integer else (out.square().mean(), out.abs().sum())
         return [lambda: first.backward(retain_graph=True), second.backward]
-    batch.x.requires_grad_(command.form == "autograd.grad before")
-    loss = loss_of(model, batch)
+    batch.x.requires_grad_(command.form in ("autograd.grad before", "penalised"))
+    # torch has one cache of casts for all threads, and a rank that leaves empties it
+    with torch.autocast("cpu", torch.bfloat16, command.form == "autocast", cache_enabled=False):
+        loss = loss_of(model, batch)
     if command.form == "retained":
         return [lambda: loss.backward(retain_graph=True), loss.backward]
     if command.form == "autograd.grad before":
         torch.autograd.grad(loss, batch.x, retain_graph=True, allow_unused=True)
+    if command.form == "penalised":  # by the norm of a gradient, as in a WGAN
+        (slope,) = torch.autograd.grad(loss, batch.x, create_graph=True, allow_unused=True)
+        loss = loss if slope is None else loss + slope.square().sum()
     return [loss.backward]
+
+
+def laid_out(value: Tensor) -> tuple[bool, Tensor]:
+    """Return whether a matrix is transposed, and its values. Gaps in memory may have gone."""
+    return value.dim() == 2 and not value.is_contiguous(), value
 
 
 class ByRank(list[Any]):

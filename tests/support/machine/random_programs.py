@@ -108,6 +108,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
+MODES = ("schedule-free", "averaged")
 STAGES = (0, 1, 2, 3)
 ALIASES = ("buffer", "frozen", "trained")
 UNITS = ("", "", *UNIT_ARGUMENTS)
@@ -124,6 +125,11 @@ EDGES: tuple[str, ...] = (
     "shared memory",
     "parts",
     "rollback",
+    "modes",
+    "resets",
+    "lends",
+    "averages",
+    "checkpoints",
 )
 """What few loops have. `tests.net`, whose other side is an older commit, draws none of it."""
 
@@ -142,6 +148,10 @@ STEPS_OF_EDGES: dict[str, st.SearchStrategy[list[Command]]] = {
         st.sampled_from(["also", "over"]),
     ),
     "rollback": st.builds(lambda seed: [p.ZeroGrad(), p.RollBack(seed)], SEEDS),
+    "modes": st.builds(lambda seed: [p.Modes(seed)], SEEDS),
+    "resets": st.builds(lambda numbers: [p.Reset(numbers)], SOME),
+    "lends": st.just([p.ZeroGrad(), p.Lend()]),
+    "averages": st.sampled_from(list(p.AVERAGES)).map(lambda kind: [p.ZeroGrad(), p.Average(kind)]),
     "failing groups": st.sampled_from(["twice", "class", "class, rank 0", "precision"]).map(
         lambda why: [p.ZeroGrad(), p.FailToAdd(why)]
     ),
@@ -204,14 +214,15 @@ def configs(
     precision = draw(st.sampled_from(precisions))
     rounded = collectives.rounds and precision in ROUNDED and draw(st.booleans())
     stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
+    modes = MODES if "modes" in collectives.edges and not rounded else ()
     integer = not precision and draw(st.sampled_from([False, False, True]))
-    optimizer = draw(st.sampled_from(OPTIMIZERS))
+    optimizer = draw(st.sampled_from([*OPTIMIZERS, *modes]))
     leaves = (*LEAVES, *(VIEWS if "views" in collectives.edges else ()))
     if "gaps" in collectives.edges and optimizer in CLASSES and "fused" not in optimizer:
         leaves += GAPS
     drawn = draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"), leaves))
     # the plain loop rounds no class that has numbers alone; Shampoo adds up
-    second = ("",) if (rounded and "scalar" in kinds(drawn)) or "gaps" in kinds(drawn) else SECOND
+    second = ("",) if (rounded and "scalar" in kinds(drawn)) or "gaps" in kinds(drawn) else (*SECOND, *modes)
     return Config(
         draw(settings(stages, most_ranks, collectives, integer=integer)),
         drawn,
@@ -227,7 +238,8 @@ def configs(
         tuple(draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=3))),
         tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))) if stacked else (False,),
         rounded,
-        draw(st.none() | st.integers(0, 3)) if "empty groups" in collectives.edges else None,
+        # of an empty group of a class with modes `train()` does not change the mode
+        draw(st.none() | st.integers(0, 3)) if "empty groups" in collectives.edges and optimizer not in modes else None,
         "inference mode" in collectives.edges and draw(st.sampled_from([False, False, False, True])),
         draw(st.sampled_from(["", "", "", "buffer", "frozen", "trained"]))
         if "shared memory" in collectives.edges
@@ -241,7 +253,7 @@ class Written:
     def __init__(self, config: Config) -> None:
         model, self.setting, self.commands = config.model(0), config.setting, list[Command]()
         listed = {id(parameter) for group in config.groups(model) for _, parameter in group["params"]}
-        self.count = len(list(model.parameters()))
+        self.count, self.modes = len(list(model.parameters())), config.has_modes(model)
         self.listed = [index for index, parameter in enumerate(model.parameters()) if id(parameter) in listed]
         self.open = True  # a backward is allowed
         self.pending = False  # a `no_sync` block has gradients that are not reduced yet
@@ -253,6 +265,12 @@ class Written:
         match command:
             case p.RollBack():
                 return self.open and not self.kept and self.stepped
+            case p.Modes():
+                return self.modes and not self.kept
+            case p.Evaluate() if self.modes:
+                return not self.kept
+            case p.Lend() | p.Average():
+                return self.open and not self.kept
             case p.Keep() | p.Fail() | p.Divide():
                 return self.open
             case p.Dropped():
@@ -315,9 +333,13 @@ class Written:
                 command = p.FullGrad(self.listed[number % len(self.listed)])
             case p.Consolidate(to=to):
                 command = p.Consolidate(to % self.setting.world_size)
+            case p.Evaluate(seed=chosen) if self.modes:
+                command = p.Modes(chosen)  # else the weights are those of the other mode
             case p.FullState(to=to, masters=masters):
                 command = p.FullState(to % self.setting.world_size, masters)
-            case p.Load(setting=setting):
+            case p.Load(setting=setting, folder=folder):
+                if folder:
+                    self.add(p.ZeroGrad())  # no gradient is saved
                 for each in () if self.stepped else whole_step([p.Backward(100)]):  # else there is no state to save
                     self.add(each)
                 self.setting, self.open, self.pending, self.stepped = setting, True, False, False
@@ -348,6 +370,7 @@ def programs(
         p.Load,
         settings(STAGES, most_ranks, collectives, integer=config.integer),
         st.booleans(),
+        st.sampled_from(["", p.FOLDER]) if "checkpoints" in collectives.edges else st.just(""),
     )
     edges = [commands for edge, commands in STEPS_OF_EDGES.items() if edge in collectives.edges]
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS, *edges)
@@ -396,4 +419,4 @@ class RandomPrograms:
         follow()
         assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
-        assert len({*map(type, followed)}) >= 19, "of 25 kinds of commands"
+        assert len({*map(type, followed)}) >= 19, "of 30 kinds of commands"

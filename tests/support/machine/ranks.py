@@ -76,6 +76,7 @@ class Rank(OnRank, Player):
         self.given = config.model(config.seed).state_dict() if config.meta else None
         full = saved is not None and saved[1].pop("full", False)
         folder = None if saved is None else saved[1].pop("folder", None)
+        kinds = [] if saved is None else saved[1].pop("averages", [])
         if saved is not None:
             if config.mixed is None and not full and not folder:
                 if config.meta:
@@ -90,9 +91,11 @@ class Rank(OnRank, Player):
         self.built.add(optimizer)
         super().__init__(model, optimizer)
         self.scheduler = p.scheduler_of(optimizer)
-        self.average: ShardedAverage | None = None
-        if config.has_modes:
+        self.averages: dict[str, ShardedAverage] = {}
+        if hasattr(optimizer, "train"):
             optimizer.train()
+        for kind in kinds:
+            self._average_of(kind)
         if folder:
             restored = load(folder, optimizer, rng=False)
             again = save(folder, optimizer, step=1, overwrite=True).result()
@@ -205,7 +208,7 @@ class Rank(OnRank, Player):
         return sent - (0 if self.rank else told.formula_traffic_bytes(command.turns, command.turns))
 
     def refuse(self, command: p.Wrong) -> None:
-        """Assert that a call is refused."""
+        """Assert that a call is refused, or has no error if its words are "nothing"."""
         assert_in_order(command.words, self.error_of(command))
 
     def error_of(self, command: p.Wrong) -> str:
@@ -243,8 +246,10 @@ class Rank(OnRank, Player):
             scaler.scale(torch.ones(()))
             scaler.unscale_(self.optimizer)
 
-        named = {name: getattr(zero, name) for name in dir(zero)} | {"rank": self.rank, "group": self.group}
+        named = {name: getattr(zero, name) for name in dir(zero) if not name.startswith("_")}
+        named |= {"rank": self.rank, "group": self.group}
         named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
+        named |= {"average": self.averages.get("mean"), "p": self.model.first.weight}
         named |= {call.__name__: call for call in (within, backward, in_backward, edited, kept, unscale, solo)}
         return error_of(lambda: eval(command.call, named))
 
@@ -264,12 +269,20 @@ class Rank(OnRank, Player):
         self.optimizer.offload()
         self.optimizer.reload()
 
-    def averaged(self) -> dict[str, Tensor] | None:
-        self.average = ShardedAverage(self.optimizer) if self.average is None else self.average
-        self.average.update_parameters()
-        found = self.average.gather(None)
+    def averaged(self, command: p.Average) -> Any:
+        average = self._average_of(command.kind)
+        average.update_parameters()
+        found = average.gather(None) or {}
         names = {name for name, q in self.model.named_parameters() if id(q) in self.listed}
-        return None if found is None else {name: value for name, value in found.items() if name in names}
+        with average.applied():
+            seen = self.forward(p.Evaluate(7))
+        return {name: p.laid_out(value) for name, value in found.items() if name in names}, seen
+
+    def _average_of(self, kind: str) -> ShardedAverage:
+        if kind not in self.averages:
+            name = kind.replace(" ", "-")
+            self.averages[kind] = ShardedAverage(self.optimizer, name=name, **p.AVERAGES[kind])
+        return self.averages[kind]
 
     def roll_back(self, command: p.RollBack) -> None:
         with CheckpointManager(command.folder, self.optimizer) as manager:
@@ -346,7 +359,7 @@ class Rank(OnRank, Player):
         """Save the program's state. All ranks call this; rank 0's result is complete."""
         if command.folder:
             save(command.folder, self.optimizer, overwrite=True)
-            return {}, {**self._trainable(), "folder": command.folder}
+            return {}, {**self._trainable(), "folder": command.folder, "averages": list(self.averages)}
         states = self.consolidated(0)
         if command.full:
             return self.full_state(0, masters=True) or {}, {
