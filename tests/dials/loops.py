@@ -15,10 +15,11 @@ INFINITY = float("inf")
 def step(seed: int, *between: Command, clear: p.Clear = "zero_grad", last: bool = True) -> list[Command]:
     """Return a step: a backward, further commands, a clip, the update and clearing. ``last`` False: without update.
 
-    Of three steps with seeds in turn, in two some ranks do not use all parameters.
+    Of three steps with seeds in turn, in two some ranks do not use all parameters, which rank 0 does: they are all
+    stepped equally often, as the formula of their bytes supposes.
     """
     return [
-        p.Backward(seed, mask=seed % 3 - 1),
+        p.Backward(seed, mask=1 if seed % 3 else -1),
         *between,
         *([p.Clip(0.5), p.Step()] if last else []),
         p.ZeroGrad(clear),
@@ -31,7 +32,7 @@ def steps(count: int, seed: int = 50) -> list[Command]:
 
 def clears(how: p.Clear) -> Sequence[Command]:
     """Return steps, of which one is followed by a backward that is dropped, as that of an adversary is."""
-    dropped = [p.Backward(5, mask=0), p.Clip(0.5), p.Step(), p.Dropped(6, -1, True, how)]
+    dropped = [p.Backward(5, mask=1), p.Clip(0.5), p.Step(), p.Dropped(6, -1, True, how)]
     return [*step(1, clear=how), *step(2, clear=how, last=False), *dropped, *step(3, clear=how), *step(4)]
 
 
