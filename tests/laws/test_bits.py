@@ -40,6 +40,7 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "adamw at stage 0": {"stage": "0", "ranks": "2", "bucket_cap_mb": "1e-06"},
     "sgd at stage 1": {"class": "sgd", "stage": "1"},
     "sgd at stage 2": {"class": "sgd"},
+    "sgd in small buckets": {"class": "sgd", "bucket_cap_mb": "1e-06"},
     "sgd at stage 3": {"class": "sgd", "stage": "3"},
     "adamw fused": {"class": "adamw fused"},
     "norms at stage 0": {"loop": "norms", "stage": "0"},
