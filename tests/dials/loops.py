@@ -333,6 +333,7 @@ DIALS = (
             Moment(
                 {"unscale(8.0 + 8 * rank)": "the loss scale is 8.0 on rank 0, but 16.0 on rank 1 … every rank"},
                 after=[p.ZeroGrad()],
+                stages=(1, 2, 3),
             ),
             Moment(
                 {"setattr(optimizer, 'divisor', 3)": "the divisor was set after clip_grad_norm_()"},

@@ -65,6 +65,7 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "replicas of one": {"stage": "1", "ranks": "2", "sharding_factor": "1"},
     "averaged at stage 0": {"look": "average", "stage": "0", "ranks": "2"},
     "averaged at stage 3": {"look": "average", "stage": "3", "mixed_precision": "bf16"},
+    "averaged in common memory": {"look": "average", "stage": "3", "memory": "of one host", "ranks": "4"},
     "modes at stage 2": {"look": "modes", "class": "schedule-free", "loop": "freezes"},
     "modes at stage 3": {"look": "modes", "class": "averaged", "stage": "3", "mixed_precision": "bf16"},
     "reset at stage 3": {"look": "reset", "class": "adagrad", "stage": "3"},
