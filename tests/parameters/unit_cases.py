@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from itertools import cycle
+from itertools import cycle, product
 from typing import Any
 
 import pytest
@@ -411,5 +411,9 @@ CASES: dict[str, Case] = {
     "outputs edited in place": Case(body(edited)),
 }
 WORLDS = ("one", "several", "common")
-BY_DEFAULT = list(zip(CASES, cycle(WORLDS)))[::2]
+ALONE = {*REFUSED, *WORKS, "a saved result edited"}
+"""Those of one rank: torch keeps the levels of a transform by process, and several ranks whose backward fails have each
+added something else."""
+ROWS = [(name, world) for name, world in product(CASES, WORLDS) if world == "one" or name not in ALONE]
+BY_DEFAULT = [row for row in zip(CASES, cycle(WORLDS)) if row in ROWS][::2]
 """Every second case in a world. The other rows are in CI."""
