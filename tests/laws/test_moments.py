@@ -14,9 +14,9 @@ from ..support.rows import rows
 
 pytestmark = pytest.mark.usefixtures("copied_from_the_host")
 CASES = [
-    pytest.param(stage, moment, id=f"{dial.name}, stage {stage}: {next(iter(moment.calls))}: {number}")
+    pytest.param(stage, moment, id=f"{dial.name}, stage {stage}: {next(iter(moment.calls))}")
     for dial in ASKED
-    for number, moment in enumerate(dial.moments)
+    for moment in dial.moments
     for stage in rows(moment.stages[-2:], moment.stages[:-2])
 ]
 
