@@ -8,21 +8,16 @@ import itertools
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import algorithm_for
-from zero import MixedPrecision, Offload
+from zero import Offload
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.memory import MemoryPlan
-from zero.planning.models.shapes import from_config, in_units
-from zero.planning.models.works import count_transformer
-from zero.planning.plan import Planner
-from zero.planning.seconds.compute import NOTHING, Compute, PassSeconds, RankGroup, WireCost, Wires
+from zero.planning.models.shapes import in_units
+from zero.planning.seconds.compute import NOTHING, Compute, PassSeconds, WireCost
 from zero.planning.seconds.schedule import (
     AFTER_THE_LAST,
     Reduction,
@@ -33,11 +28,10 @@ from zero.planning.seconds.schedule import (
     program_of,
 )
 from zero.planning.seconds.simulate import simulate
-from zero.planning.setting import PlanSetting, Training
+from zero.planning.setting import PlanSetting
 from zero.precision import PRECISIONS
 
 from ..support.pairs import pair_rows
-from .configs import llama
 
 
 def wire(seconds: float, fold: float = 0.0) -> WireCost:
@@ -250,25 +244,3 @@ def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, fact
     slow, fast = (simulate(program(row, cluster)) for cluster in (before, after))
     assert fast.seconds <= slow.seconds * (1 + 1e-9)
     assert (fast.sent, fast.crossed) == (slow.sent, slow.crossed)
-
-
-@pytest.mark.parametrize("fabric", ["typical", "good"])
-def test_auto_takes_the_fold_between_hosts_since_a_step_takes_at_most_a_tenth_more_than_in_nccls_order(
-    fabric: str,
-) -> None:
-    """A model of 7 billion parameters on 16 hosts of 8 H100, which computes in bf16, with sums in fp32."""
-    model = from_config(llama("llama", 32, 4096, 32, 32, 11008, 32000), "7B")
-    planner = Planner(model, count_transformer(model, 1, 4096, torch.bfloat16), Training(sequence=4096))
-    cluster = presets().cluster("h100:8x16", fabric=fabric)
-    assert algorithm_for(cluster.ranks, cluster.hosts, by_nccl=True) == "fold"
-    mixed = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-    for stage in range(4):
-        setting, seconds = replace(planner.setting(cluster, stage), mixed_precision=mixed), []
-        for algorithm in ("fold", "native"):
-
-            def between(_: Wires, group: RankGroup, algorithm: str = algorithm) -> str:
-                return algorithm if group.hosts > 1 else "all_to_all"
-
-            with mock.patch.object(Wires, "algorithm", between):
-                seconds.append(planner.step(setting, cluster).seconds)
-        assert seconds[0] <= 1.1 * seconds[1], stage

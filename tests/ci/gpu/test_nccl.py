@@ -22,6 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gpt import Shape
+from benchmarks.gpt import build as build_gpt
+from benchmarks.gpt import loss_fn as cross_entropy
 from collectives import CollectiveError, Kind, MismatchError, Tag, Transport, topology
 from collectives.algorithms.process_group import AllToAll, Native
 from collectives.backends.gloo import connect
@@ -34,7 +37,7 @@ from zero.runtime.joining import Joining, UnitOrder
 from ...support.devices import DEVICE, GPU, HAS_GPU, Ranks, deterministic, deterministic_products, on, whole_program
 from ...support.models import build, odd_batches, odd_loss
 from ...support.narrowed import PRECISIONS
-from ...support.plain import assert_same_states
+from ...support.plain import assert_same_model, assert_same_states, plain_step, share
 from ...support.pool import SIZE, GlooPool
 from ...support.programs import Program, Round, Step, compare
 
@@ -89,6 +92,45 @@ def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: Rank
     with deterministic():
         plain = compare(program, results)
     assert_same_states(results[0][3], plain.optimizer.state_dict())
+
+
+def attention(device: str) -> tuple[nn.Module, list[Tensor]]:
+    """Return a small GPT, and its micro-batches."""
+    shape, sequence = (Shape(2, 2, 64, 256), 32) if device == "cpu" else (Shape(4, 4, 512, 4096), 512)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(shape.vocabulary, (2, sequence + 1), generator=generator) for _ in range(8)]
+    model = build_gpt(shape, sequence, seed=0).to(device, torch.bfloat16)
+    return model, [batch.to(device) for batch in batches]
+
+
+def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+
+
+def train_attention(group: dist.ProcessGroup, rank: int, device: str, stage: int) -> nn.Module:
+    with deterministic():
+        model, batches = attention(device)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-3, fused=True)
+        for batch in share(batches, rank, 2):
+            attention_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    return model.cpu()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_so_does_attention(ranks: Ranks, stage: int) -> None:
+    """Its backward on a GPU adds in any order, unless torch is told to be deterministic."""
+    models = ranks.run(train_attention, ranks.device, stage, world_size=2)
+    with deterministic():
+        plain, batches = attention(ranks.device)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+        for first in range(0, len(batches), 2):
+            plain_step(plain, optimizer, attention_loss, batches[first : first + 2], 2)
+            plain.zero_grad()
+    for model in models:
+        assert_same_model(model, plain)
 
 
 # -- what is chosen ----------------------------------------------------------------------------------------------------
