@@ -242,7 +242,7 @@ def configs(
         draw(st.none() | st.integers(0, 3)) if "empty groups" in collectives.edges and optimizer not in modes else None,
         "inference mode" in collectives.edges and draw(st.sampled_from([False, False, False, True])),
         draw(st.sampled_from(["", "", "", "buffer", "frozen", "trained"]))
-        if "shared memory" in collectives.edges
+        if "shared memory" in collectives.edges and not rounded  # which may be refused first
         else "",
     )
 
