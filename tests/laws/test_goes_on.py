@@ -11,6 +11,7 @@ from ..support.machine.hosts import ThreadsOnHosts
 from ..support.machine.program import FOLDER, Average, Change, Consolidate, Describe, Load
 from ..support.machine.run import run
 from ..support.pairs import Row, pair_rows
+from ..support.rows import ALL
 from ..support.two_modes import TWO_MODES
 from .space import allowed, named
 
@@ -40,11 +41,8 @@ def after(row: Row) -> Row:
 
 
 USED = [dial for dial in DIALS if dial.name not in ("loop", "look")]
-TABLE = (
-    {"how": list(HOW)}
-    | {dial.name: dial.names for dial in USED}
-    | {f"{dial.name} later": dial.names for dial in USED if dial.name in OF_A_SETTING}
-)
+VALUES = {dial.name: dial.names if ALL or dial.name == "stage" else dial.names[:2] for dial in USED}
+TABLE = {"how": list(HOW)} | VALUES | {f"{name} later": VALUES[name] for name in VALUES if name in OF_A_SETTING}
 ROWS = pair_rows(TABLE, of_one_training)
 
 
