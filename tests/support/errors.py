@@ -24,7 +24,12 @@ def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
 
 
 def assert_in_order(words: str, message: str) -> None:
-    """Assert that parts of a message are in it, one behind another. ``words``: with " … " between them."""
+    """Assert that parts of a message are in it, one behind another. ``words``: with " … " between them.
+
+    The words "nothing" stand for a call without an error, as in `error_of`.
+    """
+    assert words, "any message has no words"
+    assert (message == "nothing") is (words == "nothing"), f"{words!r} is not in {message!r}"
     place = 0
     for part in words.split(" … "):
         assert part in message[place:], f"{part!r} is not in {message[place:]!r}"

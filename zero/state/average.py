@@ -330,7 +330,7 @@ class Averages:
             yield
         finally:
             self._applied = ""
-            self.storage.stepped()  # until then other ranks may read the averages in common memory
+            self.storage.stepped()  # waits for all ranks, which may still read the averages in common memory
             self._replace_weights(kept, purpose)
         if self.reducer.has_new_gradients:
             raise RuntimeError(f"a backward inside {purpose}: its gradients are those of the average; call zero_grad()")

@@ -301,13 +301,19 @@ class Rank(OnRank, Player):
         group: dict[str, Any] = {"params": parameters[:1] if twice or not others else others[:1]}
         if command.why == "class" or (command.why == "class, rank 0" and not self.rank):
             group["optimizer_class"] = Refusing
-        dtypes = [q.dtype for q in parameters]
+        dtypes, hooks = [q.dtype for q in parameters], self._hooks()
         self.refuses = command.why == "precision" and is_function
         with pytest.raises((PlannedError, RuntimeError, ValueError)):
             self.optimizer.add_param_group(group)
         self.refuses = False
-        assert dtypes == [q.dtype for q in parameters]
+        assert (dtypes, hooks) == ([q.dtype for q in parameters], self._hooks())
         assert self.listed == {id(q) for g in self.optimizer.param_groups for q in g["params"]}
+
+    def _hooks(self) -> list[int]:
+        """Return how many hooks each module and each parameter has."""
+        found = [h for part in self.model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
+        found += [h for q in self.model.parameters() for h in (q._post_accumulate_grad_hooks, q._backward_hooks)]
+        return [len(hooks or ()) for hooks in found]
 
     def edit(self, parameter: Tensor, factor: float) -> None:
         with pytest.raises(RuntimeError, match="gathered") if self.setting.stage == 3 else nullcontext():
