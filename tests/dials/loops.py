@@ -105,6 +105,13 @@ FAILS = {  # on all ranks, in the user's code
     "within(optimizer.register_step_pre_hook(lambda *_: 1 // 0), lambda: [optimizer.zero_grad(), backward(), "
     "optimizer.clip_grad_norm_(1e-3), optimizer.step()])": ERROR,
 }
+ONE_FAILS = [  # in its backward; all go on to zero_grad(), then fail
+    f"[within(contextlib.suppress(ZeroDivisionError), lambda: {fails}), optimizer.zero_grad(), 1 // 0]"
+    for fails in (
+        "within(p.register_hook(lambda _: 1 // 0 if rank else None), backward)",
+        "in_backward(lambda: 1 // 0 if rank else None)",
+    )
+]
 ALONE = {"world_size": 1}
 OURS = "the gradient of 'first.weight' was"
 EDITS: list[tuple[str, str, list[Command], int]] = [  # call, words, commands before, stage
@@ -361,6 +368,7 @@ DIALS = (
             ),
             Moment(dict.fromkeys(READS, READ), after=[p.ZeroGrad()], stages=(1, 2)),
             Moment(FAILS, [], [p.ZeroGrad()]),
+            Moment(dict.fromkeys(ONE_FAILS, ERROR), [], [p.ZeroGrad()], (0, 1, 2)),
             Moment(
                 {"optimizer.full_grad(p)": "full_grad of 'first.weight': … no_sync(), or the zeros of zero_grad"},
                 [p.Backward(1), p.Backward(2, sync=False)],

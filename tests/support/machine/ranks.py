@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -71,7 +71,7 @@ class Rank(OnRank, Player):
         self.config, self.setting, self.rank = config, setting, rank
         self.refuses = False  # the function of precisions raises
         self.group = group
-        with torch.device("meta") if config.meta else nullcontext():
+        with torch.device("meta") if config.meta else contextlib.nullcontext():
             model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
         self.given = config.model(config.seed).state_dict() if config.meta else None
         full = saved is not None and saved[1].pop("full", False)
@@ -120,7 +120,7 @@ class Rank(OnRank, Player):
     def _build(self, model: Tree, group: Any) -> ZeroOptimizer:
         config, setting = self.config, self.setting
         cls, arguments = config.optimizer_class
-        with torch.inference_mode() if config.inference else nullcontext():
+        with torch.inference_mode() if config.inference else contextlib.nullcontext():
             return ZeroOptimizer(
                 config.groups(model),
                 cls,
@@ -178,7 +178,7 @@ class Rank(OnRank, Player):
         return reshard if not (setting.units and config.parts) else reshard | UNIT_ARGUMENTS[setting.units]
 
     def run(self, rank: int, backwards: list[Any], sync: bool) -> None:
-        with nullcontext() if sync else self.optimizer.no_sync():
+        with contextlib.nullcontext() if sync else self.optimizer.no_sync():
             for backward in backwards:
                 backward()
 
@@ -247,14 +247,21 @@ class Rank(OnRank, Player):
             scaler.unscale_(self.optimizer)
 
         named = {name: getattr(zero, name) for name in dir(zero) if not name.startswith("_")}
-        named |= {"rank": self.rank, "group": self.group}
-        named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
+        named |= {"rank": self.rank, "group": self.group, "contextlib": contextlib}
+        named |= {
+            "torch": torch,
+            "contextlib": contextlib,
+            "copy": copy,
+            "pickle": pickle,
+            "model": self.model,
+            "optimizer": self.optimizer,
+        }
         named |= {"average": self.averages.get("mean"), "p": self.model.first.weight}
         named |= {call.__name__: call for call in (within, backward, in_backward, edited, kept, unscale, solo)}
         return error_of(lambda: eval(command.call, named))
 
     def fail(self, command: p.Fail) -> None:
-        with pytest.raises(PlannedError), self.optimizer.no_sync() if command.in_block else nullcontext():
+        with pytest.raises(PlannedError), self.optimizer.no_sync() if command.in_block else contextlib.nullcontext():
             self._fail(command)
 
     def _fail(self, command: p.Fail) -> None:
@@ -316,7 +323,7 @@ class Rank(OnRank, Player):
         return [len(hooks or ()) for hooks in found]
 
     def edit(self, parameter: Tensor, factor: float) -> None:
-        with pytest.raises(RuntimeError, match="gathered") if self.setting.stage == 3 else nullcontext():
+        with pytest.raises(RuntimeError, match="gathered") if self.setting.stage == 3 else contextlib.nullcontext():
             super().edit(parameter, factor)
 
     def full_gradient(self, index: int) -> Tensor | None:
