@@ -320,7 +320,14 @@ DIALS = (
             "losses": [p.Backward(1, "autocast"), *step(2), p.Backward(3, "penalised"), *step(4), *step(5)],
             **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none")},
         },
-        needs=lambda row: row["loop"] != "uneven" or row["stage"] != "3",  # where all ranks run the same number
+        # at stage 3 all ranks run the same number of forwards; what is replaced has a group, and steps in the last step
+        needs=lambda row: (
+            (row["loop"] != "uneven" or row["stage"] != "3")
+            and (
+                row["loop"] != "replaces"
+                or (row["groups"] != "not all" and row["bucket_cap_mb"] not in ("25.0", "auto"))
+            )
+        ),
         moments=[
             Moment(
                 {

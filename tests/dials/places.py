@@ -128,7 +128,9 @@ DIALS = (
         first=3,
         values={"none": {}, "stepped on the host": {"offload": "stepped on the host"}, "disk": {"offload": True}}
         | {name: {"offload": name} for name in OFFLOADS},
-        needs=lambda row: row["offload"] == "disk" or (row["stage"] == "3" and row["look"] != "average"),
+        needs=lambda row: (
+            row["offload"] in ("disk", "states on the host") or (row["stage"] == "3" and row["look"] != "average")
+        ),
         refused=[
             Refused({"offload": "cpu"}, "not 'cpu': give zero.Offload(\"cpu\") or zero.Offload(folder)"),
             Refused({"offload": Offload("/missing")}, "offload: no file can be made in /missing"),
