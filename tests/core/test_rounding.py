@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -59,6 +59,7 @@ def random_bits(seed: int, parameter: int, name: str, step: int, element: int) -
     st.integers(0, 10**7),
     st.integers(0, 2**40),
 )
+@example(seed=67, parameter=0, state=None, step=0, begin=0)  # whose gamma changes too seldom
 def test_bits_are_those_of_splitmix64(seed: int, parameter: int, state: str | None, step: int, begin: int) -> None:
     """The numbers are halfway between two of bf16 and around, so that every random bit decides one."""
     lower = [0x8000 >> place for place in range(16)] + [1, 0xFFFF, 0x5555]
