@@ -44,17 +44,14 @@ class Tower(nn.Module):
 class Peaks:
     """The memory of one rank, in bytes.
 
-    ``between``: by kind, between two steps. ``gathered``, ``scratch``: the most at any event. ``above``: the most at
-    any event, without shards, sums and states, and without the plain model's memory at the same event. ``unit``,
-    ``root``, ``whole``: the sizes of a block's unit, of the root unit and of the model. ``bucket``: of the largest one.
+    ``between``: by kind, between two steps. ``scratch``: the most at any event. ``above``: the most at any event,
+    without shards, sums and states, and without the plain model's memory at the same event. ``whole``, ``bucket``: the
+    sizes of the model and of the largest bucket.
     """
 
     between: dict[str, int]
-    gathered: int
     scratch: int
     above: int
-    unit: int
-    root: int
     whole: int
     bucket: int
 
@@ -102,15 +99,13 @@ def _kinds(description: Description) -> dict[str, int]:
     return sizes
 
 
-def measure(
-    group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100, collective: str = "auto"
-) -> Peaks:
+def measure(group: dist.ProcessGroup, rank: int, width: int, stage: int, cap_mb: float) -> Peaks:
     """Return one rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
     gc.freeze()  # existing objects need no scan at every event
     model = Tower(width)
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb)
     seen: list[dict[str, int]] = []
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -128,19 +123,6 @@ def measure(
         sum(size for kind, size in kinds.items() if kind not in kept) - plain
         for kinds, plain in zip(seen, expected, strict=True)
     )
-    layout = optimizer._storage.layout
-    sizes = [0] * (BLOCKS + 1)
-    for bucket in layout.buckets:
-        for unit, first, last in layout.unit_spans(bucket):
-            sizes[unit] += 4 * bucket.part(first, last).numel
+    sizes = [4 * bucket.bounds[-1] for bucket in optimizer.describe().buckets]
     optimizer.close()
-    return Peaks(
-        between,
-        max(kinds["gathered"] for kinds in seen),
-        max(kinds["scratch"] for kinds in seen),
-        above,
-        sizes[1],
-        sizes[0],
-        sum(sizes),
-        max(4 * bucket.numel for bucket in layout.buckets),
-    )
+    return Peaks(between, max(kinds["scratch"] for kinds in seen), above, sum(sizes), max(sizes))

@@ -74,7 +74,6 @@ def _wait_for_a_moment(job: TorchrunJob, source: random.Random, cadence: Cadence
 
 
 def _disturb(job: TorchrunJob, source: random.Random) -> str:
-    """Do something to a job at once. Return what, in words."""
     what = source.choice(["worker", "agent", "both", "leave", "join", "all"])
     during = " during a save" if job.is_saving() else ""
     agent = source.choice(job.staying)

@@ -1,9 +1,7 @@
 """Ranks as threads with a clock of their own that moves only while all wait: a time limit takes no time.
 
-    rank 0   runs . waits until 60 ......
-    rank 1   runs ....... waits until 30      all ranks wait: the clock goes to 30, and the wait of rank 1 ends
-
-Knows: the mailboxes of `collectives.backends.threads`. Does not know: what the ranks do.
+rank 0   runs . waits until 60 ......
+rank 1   runs ....... waits until 30      all ranks wait: the clock goes to 30, and the wait of rank 1 ends
 """
 
 from __future__ import annotations
@@ -72,7 +70,6 @@ class Clocked(Loopback[T]):
 
     @property
     def now(self) -> float:
-        """Seconds since the group was made."""
         return self._clocked.clock.now
 
     def sleep(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """A rank that disagrees, aborts or fails at any step is named by all at once, and no rank waits for a lost send.
 
-Each send, receive and wait of a rank is a step at which it may fail. Ranks are threads; `test_deaths` has processes.
+Each send, receive and wait of a rank is a step at which it may fail.
 
 If a receiver is killed before it has received, gloo may drop the send without an error, and the wait lasts until the
 time limit, half an hour by default. A receive from a rank that is gone does report an error. So a rank waits for a send
@@ -50,9 +50,9 @@ from collectives.links.messenger import SMALL
 from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
-from ..kills import LABEL, by_tree, halves, launch
+from ..kills import LABEL, Case, by_tree, halves, launch, run
 from ..support.carried import FEWER, FP32, FP64, each, folded, hosts_of, jitter
-from ..support.late import LateLoopback
+from ..support.late import LateLoopback, Threads
 from ..support.limits import PATIENT, at_once
 from ..support.programs import Program, compare, run_rank
 from ..support.rows import only, rows
@@ -81,11 +81,7 @@ def _small_parts() -> Iterator[None]:
         yield
 
 
-# -- ranks that disagree -----------------------------------------------------------------------------------------------
-
-
 def enter(collective: Collective, tag: Tag, bounds: Sequence[int] = (0, 2, 4), dtype: torch.dtype = FP32) -> None:
-    """Enter the collective of a tag, and wait for it."""
     t, whole = collective.transport, torch.ones(bounds[-1], dtype=dtype)
     if tag.kind is Kind.EXCHANGE:
         t.exchange(b"", tag)
@@ -118,7 +114,6 @@ OF_A_BACKEND = ("all_to_all", "native")
 
 @pytest.mark.parametrize("name", rows(["pairwise", "ring", "shared", "hierarchical", "native"], ["all_to_all"]))
 def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
-    """Before a byte of a collective of the backend moves, which would mix them."""
     build: Algorithm = collectives.ALGORITHMS[name] if name in OF_A_BACKEND else ALGORITHMS[name]
     for difference, (tag, *more) in (OTHERS | MIXED if name in OF_A_BACKEND else OTHERS).items():
         first, second, *dtype = more or [(0, 2, 4)] * 2
@@ -135,8 +130,6 @@ def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
                 assert ("(8 and 12 bytes)", "(12 and 8 bytes)")[rank] in str(error)
 
 
-# -- a rank that gives up ----------------------------------------------------------------------------------------------
-
 WAITS: dict[str, Callable[[Transport], Any]] = {
     "reduce_scatter": lambda t: enter(Shared(t), FIRST, range(0, 2 * t.world_size + 1, 2)),
     "exchange": lambda t: t.exchange(b"", Tag(Kind.EXCHANGE, "step()")),
@@ -148,7 +141,6 @@ WAITS: dict[str, Callable[[Transport], Any]] = {
 @pytest.mark.law("errors")
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_abort_reaches_every_peer_with_its_reason(wait: str) -> None:
-    """Of any length and script. Every later call names it, too."""
     for world_size, reason in ((2, "a" + "é" * 5000), (4, "the disk is full")):
 
         def program(transport: Transport, reason: str = reason) -> None:
@@ -225,6 +217,10 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
         assert "the disk is full" in error or "ZeroDivisionError" in error
 
 
+def test_every_other_process_names_the_one_that_is_gone_and_the_collective() -> None:
+    run(Case("pairwise", "all_gather", 3, 2))
+
+
 class HearingWorld(_World):
     """Mailboxes that number sends and receives in the order in which the threads post them."""
 
@@ -272,24 +268,15 @@ class HearingBackend(ThreadBackend):
         return SimpleNamespace(wait=wait)
 
 
-class HearingLoopback(Loopback[None]):
-    """A group of threads with `HearingBackend`."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        world = self._world = HearingWorld()  # the transports of `Loopback` already listen in the world that it made
-        self.transports = [Transport(HearingBackend(world, rank, world_size)) for rank in range(world_size)]
+def on_hearing_threads(world_size: int, program: Callable[[Transport], None]) -> None:
+    Threads[None](world_size, lambda world, rank: HearingBackend(world, rank, world_size), HearingWorld()).run(program)
 
 
 @pytest.mark.parametrize(
     "row",
     only(
         [row for row in ROWS if not row.startswith("shared")],
-        "pairwise exchange",
-        "pairwise meet",
-        "ring reduce_scatter",
-        "hierarchical all_gather",
-        "tree meet",
+        *("pairwise exchange", "pairwise meet", "ring reduce_scatter", "hierarchical all_gather", "tree meet"),
     ),
 )
 def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -> None:
@@ -301,14 +288,13 @@ def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -
             launch(collective, what, number, numel)()
 
     for world_size in (2, 3, 4, 7)[algorithm == "tree" :]:
-        HearingLoopback(world_size).run(program)
+        on_hearing_threads(world_size, program)
 
 
 @pytest.mark.parametrize("most_deferred", [0, 1])
 def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
     most_deferred: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When states are gathered, and when a sum goes through replicas."""
     monkeypatch.setattr(messenger, "MOST_DEFERRED", most_deferred)
 
     def program(transport: Transport) -> None:
@@ -319,13 +305,12 @@ def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
             tag, out = Tag(Kind.REDUCE_SCATTER, "bucket 0", number), torch.empty(numel)
             replicated.reduce_scatter(torch.ones(numel), [0, numel], out, start=None, tag=tag).wait()
 
-    HearingLoopback(4).run(program)
+    on_hearing_threads(4, program)
 
 
 @pytest.mark.parametrize("algorithm", rows(["pairwise"], ["ring", "hierarchical"]))
 def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a backward at stage 3 the next unit's gather is launched before the reductions of this unit, and waited for
-    after them: also where all messages are large, and so acknowledged. Units have several buckets."""
+    """At stage 3 the next unit's gather is launched before this unit's reductions, and waited for after them."""
     program: Any = Program(2, 3, collective=ALGORITHMS[algorithm])  # type: ignore[arg-type]
     for small in (0, messenger.SMALL):
         monkeypatch.setattr(messenger, "SMALL", small)
@@ -333,8 +318,6 @@ def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monk
         if algorithm != "ring":
             compare(program, found)
 
-
-# -- a tree of hosts ---------------------------------------------------------------------------------------------------
 
 TELLING = Tag(Kind.EXCHANGE, "telling")
 LIMIT = 100.0  # virtual seconds
@@ -344,7 +327,6 @@ THREE_HOSTS = [[0, 1, 2], [3, 4], [5], [6]]
 @given(data=st.data())
 @FEWER
 def test_every_rank_has_every_message(data: st.DataObject) -> None:
-    """Short ones, long ones, and those that are too long together."""
     world_size = data.draw(st.integers(2, 7))
     hosts = data.draw(hosts_of(world_size))
     lengths = st.sampled_from([0, 1, 300, SMALL // 2, SMALL, SMALL + 1, 3 * SMALL])
@@ -371,8 +353,7 @@ def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
 
 @pytest.mark.parametrize("late", [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}], ids=str)
 def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, float]) -> None:
-    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so. The first
-    of a host comes within the limit after the others."""
+    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so."""
     group = Clocked[list[bytes]](7, timeout=LIMIT)
 
     def program(transport: Transport) -> list[bytes]:
@@ -386,8 +367,7 @@ def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, fl
 
 @pytest.mark.parametrize("row", [*((silent, None) for silent in range(7)), (5, 0), (5, 3)], ids=str)
 def test_a_rank_that_is_silent_is_named_by_all(row: tuple[int, int | None]) -> None:
-    """A rank that hears from nobody else raises after its own patience; the others as soon as a first one raises. A
-    rank that came late is not taken for the silent one."""
+    """A rank that came late is not taken for the silent one."""
     silent, late = row
     hosts = THREE_HOSTS if late is None else [[0, 1, 2], [3, 4, 5, 6]]
     group = Clocked[None](7, timeout=LIMIT)

@@ -24,8 +24,6 @@ from zero.core.parameter_specs import (
 
 
 class Net(nn.Module):
-    """A model with units, a buffer, a tie and a frozen parameter: each of them has names."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -36,7 +34,6 @@ class Net(nn.Module):
 
 
 def compiled(module: nn.Module) -> Any:
-    """Return the module in the wrapper of `torch.compile`, without the time of a compilation."""
     made: Any = torch.compiler.disable(module)  # type: ignore[no-untyped-call]
     return made
 

@@ -5,8 +5,6 @@ On a device the engine does this by itself (`torch/csrc/autograd/engine.cpp`). O
     a node               runs on the stream of its forward; a leaf's, on that of the leaf's first use
     before it            that stream waits for the nodes that made its gradients, the first one for the caller's stream
     the end              the caller's stream waits for all leaves, and runs the callbacks of the end
-
-Knows: the nodes of one graph. Does not know: what they compute.
 """
 
 from __future__ import annotations
@@ -30,8 +28,6 @@ S = TypeVar("S", bound=_Stream)
 
 
 class Backward(Generic[S]):
-    """One backward, from its beginning to its end."""
-
     def __init__(self, loss: Tensor, caller: S, stream_of_forward: Callable[[int], S]) -> None:
         """``stream_of_forward``: returns the stream on which a forward made the node of a number."""
         self._root: Any = loss.grad_fn
@@ -72,7 +68,6 @@ class Backward(Generic[S]):
         return stream
 
     def end(self) -> None:
-        """Let the stream of the caller wait for all leaves."""
         self._finish()
         self._node = None
         for leaf in self._leaves:

@@ -18,7 +18,7 @@ from collectives import Transport
 from collectives.backend import Pending, PendingBytes
 from collectives.backends.threads import _World
 
-from ..support.late import LateBackend, LateLoopback, _NoStreams
+from ..support.late import OF_TWO, Combined, LateBackend, Parts, Sizes, Threads, _NoStreams
 from .stream_checker import Clock, Event, Stream, here, is_on, off
 
 T = TypeVar("T")
@@ -82,51 +82,24 @@ class StreamBackend(LateBackend):
         with off():
             return super().recv_bytes(size, source, slot)
 
-    def _collective(self, name: str, out: Tensor, source: Tensor, *others: Any) -> Pending:
-        with off():
-            made = super()._collective(name, out, source, *others)
-        return self._on_stream("collectives", made, source, out)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        nothing = tensor[:0]
-        with off():
-            made = super().broadcast(tensor, source)
-        given = (tensor, nothing) if self.rank == source else (nothing, tensor)
-        return self._on_stream("collectives", made, *given)
-
-    def pass_to(self, tensor: Tensor, to: int) -> Pending:
-        with off():
-            made = super().pass_to(tensor, to)
-        return self._on_stream(f"sends to rank {to}", made, tensor, tensor[:0])
-
-    def take_from(self, tensor: Tensor, source: int) -> Pending:
-        with off():
-            made = super().take_from(tensor, source)
-        return self._on_stream(f"receives from rank {source}", made, tensor[:0], tensor)
-
-    def _on_stream(self, name: str, made: Any, source: Tensor, out: Tensor) -> Pending:
+    def exchange(
+        self, name: str, out: Tensor, source: Tensor, parts: Parts, sizes: Sizes, combined: Combined = torch.cat
+    ) -> Pending:
         """Note the accesses of a collective, or of a transfer between two ranks. Each kind has a stream."""
-        if name not in self._streams:
-            self._streams[name] = here().stream(f"of {name}, rank {self.rank}")
-        stream = self._streams[name]
+        with off():
+            made: Any = super().exchange(name, out, source, parts, sizes, combined)
+        kind = name if name.startswith(OF_TWO) else "collectives"
+        if kind not in self._streams:
+            self._streams[kind] = here().stream(f"of {kind}, rank {self.rank}")
+        stream = self._streams[kind]
         stream.wait_stream(here().current())
-        here().note(source, stream, name, writes=False)
-        here().note(out, stream, name, writes=True)
+        here().note(source, stream, kind, writes=False)
+        here().note(out, stream, kind, writes=True)
         made._work, made._under_way = _OnStream(made._work, dict(stream.clock)), _Streams()
         pending: Pending = made
         return pending
 
 
-class StreamLoopback(LateLoopback[T]):
-    """A group of threads with `StreamBackend`."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.backends = [StreamBackend(self._world, rank, world_size, 30.0) for rank in range(world_size)]
-        self.transports = [Transport(backend) for backend in self.backends]
-
-
 def on_streams(world_size: int, program: Callable[[Transport], T]) -> list[T]:
-    """Run ``program`` on ranks that are threads, one intra-op thread each."""
     torch.set_num_threads(1)
-    return StreamLoopback[T](world_size).run(program)
+    return Threads[T](world_size, lambda world, rank: StreamBackend(world, rank, world_size, 30.0)).run(program)

@@ -11,8 +11,6 @@
 Streams have vector clocks: what a stream knows of another is the number of that stream's accesses before its own next
 one. A pool's block is one storage for as long as the pool has it, whoever uses it. A read of a value by the host
 (`item`) orders nothing here: it is no part of the promise that a call waits for the device.
-
-Knows: storages and fake streams of one rank, which is one thread. Does not know: what the library does.
 """
 
 from __future__ import annotations
@@ -58,8 +56,6 @@ Clock = dict["Stream", int]
 
 @dataclass(frozen=True)
 class Event:
-    """The clock of a stream at a moment."""
-
     clock: Clock
     device: torch.device | None = None
 
@@ -159,15 +155,13 @@ class StreamChecker(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Let the host do the work of the block: behind what it has waited for, and before all that it launches later.
-        No node of a backward runs inside."""
+        """Let the host do the work of the block, in which no node of a backward runs: behind what it has waited for."""
         with self.host:
             yield
         for stream in self.streams:
             stream.wait_stream(self.host)
 
     def current(self) -> Stream:
-        """Return the stream on which an operator would run now."""
         stream, entered_by = self._entered[-1]
         if self._backward is None:
             return stream
@@ -184,7 +178,6 @@ class StreamChecker(TorchDispatchMode):
         self._switches.append((_next_node(), self._entered[-1][0]))
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward, each node of it on the stream of its forward."""
         switches = self._switches
         self._backward = Backward(
             loss,
@@ -293,15 +286,9 @@ class StreamChecker(TorchDispatchMode):
         memory.alive = weakref.ref(storage, free)
 
 
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """Return the arguments of an operator: the name, whether it touches their elements, and whether it writes them.
-
-    It does not touch those of which it returns a view, and those that only give shape and dtype.
-    """
+    """Return the arguments of an operator: the name, and whether it touches and writes their elements: not of views."""
     name = func._schema.name.removeprefix("aten::")
     as_model = name.startswith("new_") or name.endswith("_like")
     found = []
@@ -312,7 +299,6 @@ def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
 
 
 def _storages(value: Any) -> list[Any]:
-    """Return the storages of the tensors in an argument or a result."""
     if isinstance(value, (list, tuple)):
         return [storage for inside in value for storage in _storages(inside)]
     if not isinstance(value, Tensor) or isinstance(value, ShardedGradient):  # a placeholder has no memory
@@ -338,21 +324,15 @@ def _place() -> tuple[str, bool]:
 
 
 def _next_node() -> int:
-    """Return the number of the next node of a graph that this thread makes."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
-# -- the library's calls ----------------------------------------------------------------------------------------------
-
-
 def here() -> StreamChecker:
-    """Return the checker of this rank."""
     checker: StreamChecker = _HERE.checker
     return checker
 
 
 def is_on() -> bool:
-    """Return whether accesses of this thread are noted."""
     return getattr(_HERE, "checker", None) is not None and not getattr(_HERE, "is_off", False)
 
 

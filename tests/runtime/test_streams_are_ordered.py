@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from collectives import Chain, Transport, solo
 from collectives.algorithms.base import Launched
 from collectives.algorithms.ordered_sum import AddedAside, Aside
-from collectives.topology import _fold_by_nccl, _replicas_by_nccl
+from collectives.topology import _replicas_by_nccl
 from zero import Offload, ShardedAverage, ZeroOptimizer, load, save, setup
 from zero.core.layout import BucketSpec
 from zero.gradients import reducer
@@ -33,7 +33,8 @@ from zero.step import partition, update
 from zero.step.classes import UserOptimizers
 from zero.step.update import Update
 
-from ..support.carried import CPU, equal_hosts
+from ..support.carried import CPU
+from ..support.late import folded_by_groups
 from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
@@ -81,8 +82,6 @@ class Towers(nn.Module):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The streams of the parts of a step, by name."""
-
     forwards: tuple[str, str]  # of two micro-batches
     backwards: tuple[str, str]
     beside: str
@@ -101,8 +100,6 @@ TOWERS, EACH, IN_TURN = PATTERNS["two towers"], PATTERNS["each part"], PATTERNS[
 
 
 class Training:
-    """A model and its optimizer on one rank's device, with streams by name."""
-
     def __init__(self, device: StreamChecker, transport: Transport, stage: int, **options: Any) -> None:
         torch.manual_seed(0)
         self.device, self.stage = device, stage
@@ -147,8 +144,6 @@ class Training:
 
 
 def check(world_size: int, stage: int, program: Callable[[Training], None], **options: Any) -> None:
-    """Run a program on every rank, and raise what the rank's checker has found."""
-
     def run(transport: Transport) -> None:
         with StreamChecker() as device:
             training = Training(device, transport, stage, **options)
@@ -179,8 +174,6 @@ def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> 
 
 
 class Adds:
-    """A work that adds on the current stream."""
-
     def __init__(self, source: Tensor, out: Tensor) -> None:
         self._source, self._out = source, out
 
@@ -201,9 +194,6 @@ def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: boo
         del work
         source.zero_()
         out.zero_()
-
-
-# -- where states and parameters are -----------------------------------------------------------------------------------
 
 
 class Apart(HostOffload):
@@ -230,7 +220,6 @@ def parameters_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def lent(patch: pytest.MonkeyPatch) -> None:
-    """Memory may be taken from the device and given back."""
     patch.setattr(device_memory, "is_on_device", lambda tensor: True)
     patch.setattr(device_memory, "HostOffload", Apart)
     patch.setattr(DeviceMemory, "_wait", lambda self: here().synchronize())
@@ -267,7 +256,6 @@ def done_by_the_host(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> 
 def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     world_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the copies for the next units run beside it."""
     parameters_on_the_host(monkeypatch)
     under_way: dict[tuple[int, int], tuple[Stream, int]] = {}  # by rank and unit: the copy's stream, and its number
     beside: list[tuple[int, int]] = []
@@ -300,11 +288,7 @@ def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     assert sorted(set(beside)) == sorted({*forward, *backward})
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
-
-
 def adds_aside(training: Training) -> None:
-    """Assert that sums were formed on one stream beside all others."""
     (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
     assert aside.clock[aside]
 
@@ -360,7 +344,6 @@ def given_up(training: Training, path: Path) -> None:
 
 
 def scaled(training: Training, path: Path) -> None:
-    """A scaler unscales gradients on a stream of its own."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(2):
         loss = training.forward("s", "t")
@@ -378,7 +361,6 @@ def scaled(training: Training, path: Path) -> None:
 
 
 def read_and_written(training: Training, path: Path) -> None:
-    """Whole tensors are read, saved, loaded and edited."""
     optimizer, model, on = training.optimizer, training.model, training.on
     average = ShardedAverage(optimizer)
     training.backwards(EACH)
@@ -430,7 +412,6 @@ def gathered(training: Training, path: Path) -> None:
 
 
 def averaged(training: Training, path: Path) -> None:
-    """Weights come back when an average's block ends."""
     average = ShardedAverage(training.optimizer)
     training.steps(TOWERS)
     average.update_parameters()
@@ -458,7 +439,7 @@ def joined(training: Training, path: Path) -> None:
     training.steps(TOWERS)
 
 
-FOLDED = {"collective": lambda transport: _fold_by_nccl(transport, equal_hosts(transport), CPU)}
+FOLDED = {"collective": folded_by_groups}
 SENT_IN_BF16 = {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}
 SENT_IN_FP32 = {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}
 STATES_ON_HOST = {"offload": Offload("cpu")}

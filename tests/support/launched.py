@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .loops import ROOT, code_of
-from .ports import reserved_port
+from .processes import reserved_port
 
 WORLD_SIZE = 2
 

@@ -65,10 +65,7 @@ class PlainRanks:
         divisor: float | None = None,
         rounding: Any = None,
     ) -> None:
-        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights.
-
-        ``precision``, ``rounding``: what `zero.ZeroOptimizer` takes as ``mixed_precision`` and ``rounding``.
-        """
+        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights."""
         self.model, self.world_size = model, world_size
         self.numbers = Narrowed(model, precision, rounding)
         self.held = self.numbers.held  # what a loop clips
@@ -89,7 +86,6 @@ class PlainRanks:
         self.replaced: dict[int, Tensor | None] = {}
 
     def backward(self, rank: int, backward: Callable[[], object], sync: bool = True) -> None:
-        """Run one backward of a rank, outside `no_sync` if ``sync``."""
         shown = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -106,7 +102,6 @@ class PlainRanks:
             self.local[rank] = {}
 
     def meet(self) -> None:
-        """Let the ranks that are behind catch up."""
         longest = max(map(len, self.rounds))
         for rank, of_rank in enumerate(self.rounds):
             while len(of_rank) < longest:
@@ -114,7 +109,6 @@ class PlainRanks:
                 self.local[rank] = {}
 
     def sums(self) -> Gradients:
-        """Return the sum of all contributions."""
         total = dict(self.before)
         for round_ in [*zip(*self.rounds, strict=True), self.local]:
             for contribution in round_:
@@ -133,7 +127,6 @@ class PlainRanks:
         self.numbers.show([total[index].clone().div_(self.divisor) if index in total else None for index in places])
 
     def replace(self, index: int, gradient: Tensor | None) -> None:
-        """Replace a mean gradient, as ``p.grad = gradient`` does."""
         self.settle()
         self.replaced[index] = gradient
         self.numbers.held[index].grad = None if gradient is None else gradient.clone()
@@ -147,7 +140,6 @@ class PlainRanks:
         self.numbers.step(self.optimizer, scaler)
 
     def clear(self, how: Clear = "zero_grad") -> None:
-        """Clear the gradients in one of the ways that a loop has."""
         self.meet()
         held = {**self.sums(), **self.replaced} if "zeros" in how else {}
         clear(self.model, self.optimizer, how)
@@ -155,7 +147,6 @@ class PlainRanks:
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
-    """Clear the gradients in one of the ways that a loop has."""
     if how == "none":
         for parameter in model.parameters():
             parameter.grad = None
@@ -165,7 +156,6 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> Non
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, so that a comparison respects -0.0 and NaN."""
     dense = tensor.detach().cpu().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
 
@@ -183,7 +173,6 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Assert that two torch.optim dicts hold the same states, bit for bit."""
     assert_same_value(ours["state"], theirs["state"], "states")
 
 
@@ -220,5 +209,4 @@ def assert_same_value(mine: Any, other: Any, what: str, *, any_nan: bool = False
 
 
 def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
-    """Return the micro-batches of a rank: j goes to rank j mod world_size."""
     return batches[rank::world_size]

@@ -91,5 +91,4 @@ class Rotated(Shampoo):
 
 
 def _rows(tensor: Tensor, dimension: int) -> Tensor:
-    """Return a tensor as a matrix with a row for each place of a dimension."""
     return tensor.transpose(0, dimension).flatten(1) if tensor.dim() > 1 else tensor[:, None]

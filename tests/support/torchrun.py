@@ -1,8 +1,4 @@
-"""Jobs of `zero train` under torchrun on this host, whose agents and workers a test kills, adds and asks to end.
-
-Knows: torchrun's flags, processes, signals, and what a run leaves. Does not know: how ranks agree to end, or how a
-checkpoint is written.
-"""
+"""Jobs of `zero train` under torchrun on this host, whose agents and workers a test kills, adds and asks to end."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +40,6 @@ class Cadence:
     more: tuple[str, ...] = ("--batch=4",)
 
     def flags(self, folder: Path, stage: int) -> list[str]:
-        """Return the flags of a run with its checkpoints, record and output in a folder."""
         return [
             "--width=64",
             "--layers=2",
@@ -68,13 +63,11 @@ class TrainedRun:
 
 
 def outcome(folder: Path) -> TrainedRun:
-    """Return what the run of a folder has left."""
     record: dict[str, Any] = json.loads((folder / "out" / "run.json").read_text())
     return TrainedRun(record["params_sha256"], record["losses"], verified(folder))
 
 
 def verified(folder: Path) -> dict[int, str]:
-    """Return the content of each checkpoint. Raises `CheckpointError` if one is not whole."""
     found = {}
     for step, path in steps_in(folder / "checkpoints").items():
         checkpoint = open_checkpoint(path)
@@ -94,28 +87,22 @@ def check_outcome(folder: Path, expected: TrainedRun, about: str) -> None:
     assert left == {".lock", *(f"step-{step:08d}" for step in result.contents)}, f"left: {left}: {about}"
 
 
-@dataclass(frozen=True)
-class Agent:
+class Agent(subprocess.Popen[bytes]):
     """An agent of torchrun, which keeps one worker alive."""
 
-    process: subprocess.Popen[bytes]
-    was_asked: list[bool] = field(default_factory=list)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
+    was_asked = False
 
     @property
     def ended(self) -> bool:
-        return self.process.poll() is not None
+        return self.poll() is not None
 
     def workers(self) -> list[int]:
         return list(processes(self.pid))
 
     def leave(self) -> None:
         """Send SIGTERM; the agent passes it on to its worker, and waits for it."""
-        self.was_asked.append(True)
-        self.process.terminate()
+        self.was_asked = True
+        self.terminate()
 
 
 class TorchrunJob:
@@ -137,7 +124,6 @@ class TorchrunJob:
         self.add(count)
 
     def add(self, count: int) -> None:
-        """Start further agents."""
         command = [
             *(sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MOST}", "--nproc-per-node=1"),
             *("--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{self._store.port}"),
@@ -147,8 +133,7 @@ class TorchrunJob:
         environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
         with self._log.open("a") as log:
             for _ in range(count):
-                started = subprocess.Popen(command, cwd=self._directory, env=environment, stdout=log, stderr=log)
-                self.agents.append(Agent(started))
+                self.agents.append(Agent(command, cwd=self._directory, env=environment, stdout=log, stderr=log))
 
     @property
     def alive(self) -> list[Agent]:
@@ -156,7 +141,6 @@ class TorchrunJob:
 
     @property
     def staying(self) -> list[Agent]:
-        """The agents that were not asked to end."""
         return [agent for agent in self.alive if not agent.was_asked]
 
     def folders(self) -> list[str]:
@@ -164,7 +148,6 @@ class TorchrunJob:
         return os.listdir(self._temporary)
 
     def processes(self) -> list[int]:
-        """Return all processes of the job, orphans too."""
         return [pid for pid in processes() if str(self._folder) in command_line(pid)]
 
     def log(self) -> str:
@@ -177,14 +160,12 @@ class TorchrunJob:
         return bool(self.alive)
 
     def until(self, condition: Callable[[], object]) -> bool:
-        """Wait until something holds. Return False if the job ends before."""
         while not condition():
             if not self.pause():
                 return False
         return True
 
     def wait(self) -> None:
-        """Wait for the end of all agents."""
         while self.pause():
             pass
 
@@ -193,18 +174,15 @@ class TorchrunJob:
         return max(steps_in(self._folder / "checkpoints"), default=0)
 
     def is_saving(self) -> bool:
-        """Return whether a save is under way."""
         return any((self._folder / "checkpoints").glob(".tmp-*"))
 
     def stop(self) -> None:
-        """Kill all that is left."""
         send(self.processes(), signal.SIGKILL)
         for agent in self.agents:
-            agent.process.wait()
+            agent.wait()
 
 
 def training(folder: Path, stage: int, cadence: Cadence) -> list[str]:
-    """Return `zero train` as a worker runs it, with its checkpoints and its record in a folder."""
     return ["-m", "zero.train", *cadence.flags(folder, stage)]
 
 
@@ -220,7 +198,6 @@ def torchrun_job(folder: Path, module: Sequence[str], directory: Path = ROOT) ->
 
 
 def undisturbed(cadence: Cadence, folder: Path) -> TrainedRun:
-    """Train on two ranks, without torchrun and without a kill."""
     command = [sys.executable, "-m", "zero.commands.cli", "train", "--ranks=2", *cadence.flags(folder, stage=2)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
@@ -228,7 +205,6 @@ def undisturbed(cadence: Cadence, folder: Path) -> TrainedRun:
 
 
 def processes(parent: int | None = None) -> Iterator[int]:
-    """Yield all processes, or those that one has started."""
     for place in Path("/proc").glob("[0-9]*"):
         try:
             fields = (place / "stat").read_text().rpartition(")")[2].split()
@@ -246,7 +222,6 @@ def command_line(pid: int) -> str:
 
 
 def send(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to processes, of which some may have ended."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)

@@ -37,7 +37,6 @@ class Bug:
 
 
 def bugs() -> dict[str, Bug]:
-    """Return all bugs, by name."""
     with TABLE.open(newline="") as file:
         return {row["name"]: Bug(**row) for row in csv.DictReader(file)}
 

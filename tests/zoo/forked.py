@@ -1,7 +1,5 @@
 """Runs tests on mutants: one process collects the tests, and each mutant runs some of them in a fork of it.
 
-Knows: pytest, processes and time limits. Does not know: what a mutant changes.
-
 A fork changes live functions, runs its tests one after another until one fails, and ends. The first time that a test
 kills a mutant it also runs in a fork that changes nothing, where it must pass. A hang counts if a test's own limit ends
 it; `FORK_LIMIT` ends a fork that no test ends, which is no kill.
@@ -164,7 +162,6 @@ class _Forks:
         return ours, _Fork(trial, process, folder, time.monotonic())
 
     def _run(self, trial: Trial, folder: Path) -> NoReturn:
-        """Run a trial, in a fork."""
         try:
             os.setsid()
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -199,7 +196,6 @@ class _Forks:
             yield from cases
 
     def _tell(self, **facts: Any) -> None:
-        """Tell the parent how this fork ends, and end it."""
         os.write(self._pipe, json.dumps(facts).encode())
         os._exit(0)
 

@@ -1,7 +1,5 @@
 """Wrong code on live functions: all that refer to a function run it from then on, in this process.
 
-Knows: functions, their code and its syntax tree. Does not know: which bugs there are, or how tests run.
-
 A function's ``__code__`` is replaced, so that it does not matter who has imported the function, or what was decorated
 with it. The new code notes that it was entered.
 """
@@ -28,7 +26,7 @@ _NOTE = "__mutant_entered__"
 
 
 class StaleError(Exception):
-    """A change does not fit the code any more."""
+    pass
 
 
 def function_at(place: str) -> FunctionType:
@@ -66,10 +64,7 @@ def rewrite(place: str, before: str, after: str) -> None:
 
 
 def compile_into_live_functions(tree: ast.Module, file: str, changed: list[ast.FunctionDef]) -> None:
-    """Give the functions of a file the code of a changed tree.
-
-    ``changed``: the definition that was changed, and those around it, from the outermost one.
-    """
+    """Give the functions of a file the code of a changed tree. ``changed``: a definition, behind those around it."""
     body = changed[-1].body
     body.insert(ast.get_docstring(changed[-1]) is not None, *ast.parse(f"{_NOTE}[0] = 1").body)
     codes = _by_key(compile(ast.fix_missing_locations(tree), file, "exec"))
@@ -107,7 +102,6 @@ def apply_what_is_carried() -> None:
 
 
 def parsed(file: str) -> ast.Module:
-    """Return the syntax tree of a file."""
     return ast.parse(Path(file).read_text(), file)
 
 
