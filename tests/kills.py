@@ -79,9 +79,7 @@ class Case:
         Torch's own collectives do not say for which rank they waited; and if ranks wait in a chain for one that
         stopped, gloo may close connections before the failure is passed on.
         """
-        if self.algorithm == "all_to_all" or (
-            self.end is End.STOPPED and self.algorithm in ("fold", "hierarchical", "ring")
-        ):
+        if self.algorithm == "all_to_all" or (self.end is End.STOPPED and self.algorithm == "hierarchical"):
             return rf"no answer from rank \d+|rank \d+ failed.*in {LABEL}|in {LABEL}.*rank \d+ failed"
         return f"^rank \\d+, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
 

@@ -22,22 +22,10 @@ from zero.state.describe import Description
 BLOCKS, STEPS = 12, 2
 
 
-class Tower(nn.Module):
-    """An embedding, equal residual blocks of 8 * width squared parameters and a few more, and a head."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(BLOCKS)
-        )
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def tower(width: int) -> nn.Module:
+    """Return an embedding, equal blocks of 8 * width squared parameters and a few more, and a head."""
+    blocks = (nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(BLOCKS))
+    return nn.Sequential(nn.Embedding(64, width), *blocks, nn.Linear(width, 64))
 
 
 @dataclass(frozen=True)
@@ -76,7 +64,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 def _plain(width: int) -> list[int]:
     """Return the memory that a plain model holds at each event, without parameters and gradients."""
-    model, held = Tower(width), []
+    model, held = tower(width), []
 
     def event() -> None:
         own = [p.untyped_storage().data_ptr() for p in model.parameters()]
@@ -104,7 +92,7 @@ def measure(group: dist.ProcessGroup, rank: int, width: int, stage: int, cap_mb:
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
     gc.freeze()  # existing objects need no scan at every event
-    model = Tower(width)
+    model = tower(width)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb)
     seen: list[dict[str, int]] = []
     for step in range(STEPS):

@@ -26,16 +26,7 @@ from collectives.topology import _replicas_by_nccl
 from zero import ZeroOptimizer
 from zero.core.stage import FOLDS_IN_FLIGHT
 
-from ..support.carried import (
-    BF16,
-    FP32,
-    assert_same_bits,
-    awkward,
-    equal_hosts,
-    folded,
-    plain_sum,
-    reduction,
-)
+from ..support.carried import BF16, FP32, assert_same_bits, awkward, equal_hosts, folded, plain_sum, reduction
 from ..support.late import LateLoopback, folded_by_groups, on_late_threads
 from ..support.limits import BOUND, at_once
 from ..support.models import seeded
@@ -251,21 +242,3 @@ def test_a_collective_that_a_stream_waits_for_is_known_also_when_another_stream_
         under_way.launched()
         under_way.awaited(device)
     assert under_way
-
-
-def test_a_thread_asks_for_an_event_in_a_mode_of_its_own_and_has_its_old_mode_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A sentinel may ask for an event while the rank's own thread captures a CUDA graph."""
-    modes = [0]
-
-    class Driver:
-        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
-            before = modes[-1]
-            modes.append(mode._obj.value)
-            mode._obj.value = before
-
-    event = mock.Mock(device=torch.device("cuda", 0), query=lambda: modes[-1] == 1)
-    monkeypatch.setattr(gloo_backend, "_DRIVER", Driver())
-    assert gloo_backend.has_ended(event)
-    assert modes == [0, 1, 0]

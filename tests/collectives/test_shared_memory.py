@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import mmap
 import os
@@ -30,7 +29,7 @@ from collectives.backends import gloo as gloo_backend
 from collectives.backends import rendezvous, shared_memory
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
-from collectives.backends.shared_memory import INLINE, PAGE, Arena, PeerProcess, SharedMemoryBackend, Spans, Window
+from collectives.backends.shared_memory import INLINE, PAGE, Arena, PeerProcess, SharedMemoryBackend, Window
 from collectives.topology import choose, fold, hierarchical, replicate, shared
 from zero import ZeroOptimizer
 
@@ -169,19 +168,6 @@ def test_a_death_is_noticed_though_a_child_keeps_the_socket_open(full: bool) -> 
             send_much(backend) if full else backend.recv_bytes(1, 1, 0).wait(PATIENT)
 
 
-def test_a_peer_that_the_garbage_collector_finds_warns_of_no_open_socket() -> None:
-    arena = Arena(ARENA)
-    (ours, theirs), (files, other) = socket.socketpair(), socket.socketpair()
-    peer: Any = PeerProcess(ours, files, Window(arena.fd), 0, 0.0)
-    peer.cycle, open_ends = peer, (ours.fileno(), files.fileno())
-    del peer, ours, files
-    with warnings.catch_warnings(record=True) as seen, theirs, other:
-        warnings.simplefilter("always")
-        gc.collect()
-        assert not [each for each in seen for fd in open_ends if f"fd={fd}," in str(each.message)]
-        assert theirs.recv(1) == other.recv(1) == b""
-
-
 def expose(transport: Transport) -> Any:
     tensor = transport.scratch(5, torch.float32, CPU)
     assert transport.peers_can_read(tensor)
@@ -220,25 +206,6 @@ def pages_of(fd: int) -> int:
 
 def no_memory(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOMEM, "no memory")
-
-
-def test_pages_may_be_given_back_while_others_are_taken() -> None:
-    spans = Spans(8)
-    for page in range(8):
-        assert spans.take(1) == page
-    for page in (4, 6, 7):
-        spans.give(page, 1)
-
-    class Interrupted(list):  # type: ignore[type-arg]
-        def __iter__(self) -> Any:
-            for span in list.__iter__(self):
-                spans.give(0, 1) if span == (6, 8) else None
-                yield span
-
-    assert spans.take(5) is None
-    spans._free = Interrupted(spans._free)
-    assert spans.take(2) == 6
-    assert [spans.take(1) for _ in range(3)] == [0, 4, None]
 
 
 def test_a_region_is_freed_with_its_last_holder() -> None:
@@ -478,10 +445,7 @@ PROBLEMS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
         fails("Arena", Arena, OSError(errno.EPERM, "forbidden")),
         r"rank \d cannot share memory: PermissionError: .*forbidden",
     ),
-    "another_kernel": (
-        lambda patch: patch.delattr(os, "memfd_create"),
-        "rank 0 cannot share memory: AttributeError",
-    ),
+    "another_kernel": (lambda patch: patch.delattr(os, "memfd_create"), "rank 0 cannot share memory: AttributeError"),
     "no_address_space": (
         fails("Window", Window, OSError(errno.ENOMEM, "no address space")),
         r"rank \d could not connect: OSError: .*no address space",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,20 +174,12 @@ def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> 
     compare(program, on_streams(2, rank))
 
 
-class Adds:
-    def __init__(self, source: Tensor, out: Tensor) -> None:
-        self._source, self._out = source, out
-
-    def wait(self) -> None:
-        torch.add(self._source, 1, out=self._out)
-
-
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: bool) -> None:
     with StreamChecker() as device:
         source, out, stream = torch.ones(4), torch.ones(4), Aside().of(CPU)
         assert stream is not None
-        adds: Any = Adds(source, out)
+        adds: Any = SimpleNamespace(wait=lambda: torch.add(source, 1, out=out))
         work = AddedAside(solo(), Launched(Chain(()), adds), stream, CPU, (source, out))
         assert stream not in device.default.clock, "the current stream has not waited"
         if is_awaited:
@@ -288,11 +281,6 @@ def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     assert sorted(set(beside)) == sorted({*forward, *backward})
 
 
-def adds_aside(training: Training) -> None:
-    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
-    assert aside.clock[aside]
-
-
 def parts_of_a_step(pattern: str) -> Call:
     def program(training: Training, path: Path) -> None:
         training.steps(PATTERNS[pattern])
@@ -301,7 +289,8 @@ def parts_of_a_step(pattern: str) -> Call:
         training.step(PATTERNS[pattern])
         training.steps(PATTERNS[pattern])
         if training.adds_aside:
-            adds_aside(training)
+            (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
+            assert aside.clock[aside]
 
     return program
 

@@ -107,11 +107,3 @@ def test_no_function_changes_a_global_a_class_or_what_another_module_owns() -> N
         assert [line for line, _ in shared_writes(ast.parse(source))] == [5], body
     found = {module: shared_writes(tree) for module, tree in TREES.items()}
     assert not any(found.values()), {module: places for module, places in found.items() if places}
-
-
-def test_the_number_of_a_stage_is_known_to_the_stage_table_alone() -> None:
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if module != "zero.core.stage" and isinstance(node, ast.Compare):
-                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
-                assert not (any(side.endswith("stage") for side in sides) and any(map(str.isdigit, sides))), module
