@@ -54,12 +54,7 @@ class End(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """A failure of one rank, the victim.
-
-    ``moment``: the number of the collective in which the victim ends itself; None if it is killed from outside, after
-    ``delay`` seconds. ``limit``: the group's time limit. ``stays``: the other ranks do not exit after they have
-    reported their errors.
-    """
+    """A failure of one rank, the victim."""
 
     algorithm: str
     collective: str
@@ -67,10 +62,10 @@ class Case:
     victim: int
     end: End = End.KILLED
     numel: int = 5000
-    moment: int | None = 3
-    delay: float = 0.0
-    limit: float = 60.0
-    stays: bool = False
+    moment: int | None = 3  # the number of the collective in which the victim ends itself; None: it is killed
+    delay: float = 0.0  # seconds before that
+    limit: float = 60.0  # of the group
+    stays: bool = False  # the other ranks do not exit after they have reported their errors
 
     @property
     def named(self) -> str:

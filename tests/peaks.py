@@ -30,18 +30,13 @@ def tower(width: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class Peaks:
-    """The memory of one rank, in bytes.
+    """The memory of one rank, in bytes."""
 
-    ``between``: by kind, between two steps. ``scratch``: the most at any event. ``above``: the most at any event,
-    without shards, sums and states, and without the plain model's memory at the same event. ``whole``, ``bucket``: the
-    sizes of the model and of the largest bucket.
-    """
-
-    between: dict[str, int]
-    scratch: int
-    above: int
-    whole: int
-    bucket: int
+    between: dict[str, int]  # by kind, between two steps
+    scratch: int  # the most at any event
+    above: int  # likewise, without shards, sums, states, and the plain model's memory at the same event
+    whole: int  # the size of the model
+    bucket: int  # that of the largest bucket
 
 
 def _watch(model: nn.Module, event: Callable[[], None]) -> None:

@@ -118,24 +118,18 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the training of one micro-batch. The plain loop does everything that the ranks do.
-
-    ``run`` trains on one micro-batch; with several backwards it is a generator that yields after each of them.
-    ``groups`` returns the parameters to optimize. ``prepared`` is called with the new model, ``built`` after the
-    optimizer was built, ``begin`` before each step. ``arguments`` are those of the optimizer on the ranks alone.
-    ``lends``: the case keeps memory of a weight beyond its forward, on purpose.
-    """
+    """A model and the training of one micro-batch. The plain loop does everything that the ranks do."""
 
     build: Callable[[], nn.Module] = Net
-    run: Run = one_backward
-    groups: Callable[[Any], Any] | None = None
-    prepared: Callable[[Any], None] = _nothing
-    built: Callable[[Any], None] = _nothing
-    begin: Callable[[Any, int], None] = _nothing
+    run: Run = one_backward  # on one micro-batch; with several backwards a generator that yields after each of them
+    groups: Callable[[Any], Any] | None = None  # the parameters to optimize
+    prepared: Callable[[Any], None] = _nothing  # is called with the new model
+    built: Callable[[Any], None] = _nothing  # after the optimizer was built
+    begin: Callable[[Any, int], None] = _nothing  # before each step
     units: Callable[[nn.Module], bool] | None = None
-    lends: bool = False
+    lends: bool = False  # the case keeps memory of a weight beyond its forward, on purpose
     steps: int = 2
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer on the ranks alone
 
     def make(self) -> nn.Module:
         def prepared() -> nn.Module:

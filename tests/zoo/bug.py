@@ -17,23 +17,15 @@ TABLE = Path(__file__).with_name("zoo.csv")
 
 @dataclass(frozen=True)
 class Bug:
-    """A bug that some library had, or could have: a row of the table.
-
-    Attributes:
-        published: links to reports, or the library in whose source it was read.
-        seam: the dotted name of the function that is wrong.
-        before, after: text of the function, and what stands there instead.
-        killer: the test that must fail, below ``tests/``.
-        wrong: the consequence.
-    """
+    """A bug that some library had, or could have: a row of the table."""
 
     name: str
-    published: str
-    seam: str
-    before: str
-    after: str
-    killer: str
-    wrong: str
+    published: str  # links to reports, or the library in whose source it was read
+    seam: str  # the dotted name of the function that is wrong
+    before: str  # text of the function
+    after: str  # what stands there instead
+    killer: str  # the test that must fail, below ``tests/``
+    wrong: str  # the consequence
 
 
 def bugs() -> dict[str, Bug]:
