@@ -35,7 +35,7 @@ from zero import ZeroOptimizer
 
 from .support.models import seeded
 from .support.processes import PATIENCE, Group
-from .support.streamed import StoreMail, StreamedGloo, StreamedLoopback
+from .support.streamed import Mail, StreamedGloo, StreamedLoopback
 
 SOON = 2.0  # seconds beyond the limit in which every rank raises
 STEPS, WIDTH, BLOCKS = 4, 8, 4
@@ -178,7 +178,7 @@ def serve(rank: int, pipe: Any, port: int, case: Case) -> None:
     store, limit = dist.TCPStore("127.0.0.1", port, None, False), timedelta(seconds=case.patience)
     own = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=case.ranks, timeout=limit)
-    mail = StoreMail(dist.TCPStore("127.0.0.1", port, None, False))
+    mail = Mail(dist.TCPStore("127.0.0.1", port, None, False))
     transport = Transport(StreamedGloo(dist.group.WORLD, case.patience, mail, case.limit))
     try:
         pipe.send(train(case, transport, lambda: pipe.send(time.monotonic())))

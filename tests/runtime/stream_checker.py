@@ -21,7 +21,7 @@ import traceback
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -40,13 +40,11 @@ from zero.runtime import accumulator, offload, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
 
-from .stream_autograd import Backward
-
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = (f"{ROOT / 'zero'}/", f"{ROOT / 'collectives'}/")
 RUNS_TESTS = f"{ROOT}/collectives/backends/threads.py"  # a rank that is a thread begins there
 TESTS = f"{ROOT / 'tests'}/"
-OURS = ("/stream_checker.py", "/stream_autograd.py", "/stream_backend.py", "/late.py")
+OURS = ("/stream_checker.py", "/stream_backend.py", "/late.py")
 METADATA = {"aten::set_", "aten::detach_", "aten::record_stream"}  # they touch no element
 GPU = torch.device("cuda", 0)
 _HERE = threading.local()  # the checker of each rank, which is a thread
@@ -92,6 +90,80 @@ class Stream:
 
     def __repr__(self) -> str:
         return self.name
+
+
+class Backward:
+    """On which stream torch's engine runs each node of a backward, and what that stream waits for before.
+
+    On a device the engine does this by itself (`torch/csrc/autograd/engine.cpp`). On the CPU it knows no streams:
+
+        a node           runs on the stream of its forward; a leaf's, on that of the leaf's first use
+        before it        that stream waits for the nodes that made its gradients, the first one for the caller's stream
+        the end          the caller's stream waits for all leaves, and runs the callbacks of the end
+    """
+
+    def __init__(self, loss: Tensor, caller: Stream, stream_of_forward: Callable[[int], Stream]) -> None:
+        """``stream_of_forward``: returns the stream on which a forward made the node of a number."""
+        self._root: Any = loss.grad_fn
+        self._caller, self._stream_of_forward = caller, stream_of_forward
+        self._begin: Any = None  # the caller's clock when the first node begins
+        self._producers: dict[Any, list[Any]] = defaultdict(list)  # the nodes that make a node's gradients
+        self._done: dict[Any, Any] = {}  # the clock at the end of each node that ran an operator
+        self._node: Any = None  # that runs
+        self._find_producers()
+
+    def _find_producers(self) -> None:
+        seen, left = {self._root}, [self._root]
+        while left:
+            node: Any = left.pop()
+            for following, _ in node.next_functions:
+                if following is not None:
+                    self._producers[following].append(node)
+                    if following not in seen:
+                        seen.add(following)
+                        left.append(following)
+        self._leaves = [node for node in seen if not node.next_functions]
+
+    def stream_at(self, node: Any) -> Stream | None:
+        """Note which node runs now. Return its stream; None if none runs, or if it is of another graph."""
+        if node is None:
+            if self._node is not None:
+                self.end()
+            return None
+        if node is not self._root and node not in self._producers:
+            return None
+        stream = self._stream_of(node)
+        if node is not self._node:
+            if self._begin is None:
+                self._begin = dict(self._caller.clock)
+            self._finish()
+            self._node = node
+            stream.wait_clock(self._ready(node))
+        return stream
+
+    def end(self) -> None:
+        self._finish()
+        self._node = None
+        for leaf in self._leaves:
+            self._caller.wait_clock(self._done[leaf] if leaf in self._done else self._ready(leaf))
+
+    def _finish(self) -> None:
+        if self._node is not None:
+            self._done[self._node] = dict(self._stream_of(self._node).clock)
+
+    def _ready(self, node: Any) -> Any:
+        """Return the clock at which all gradients of a node are there."""
+        ready = dict(self._begin) if node is self._root else {}
+        for producer in self._producers[node]:
+            clock = self._done[producer] if producer in self._done else self._ready(producer)
+            for stream, time in clock.items():
+                ready[stream] = max(time, ready.get(stream, 0))
+        return ready
+
+    def _stream_of(self, node: Any) -> Stream:
+        if node.name().endswith("AccumulateGrad") and self._producers[node]:
+            node = min(self._producers[node], key=lambda producer: producer._sequence_nr())
+        return self._stream_of_forward(node._sequence_nr())
 
 
 @dataclass(frozen=True)
@@ -143,7 +215,7 @@ class StreamChecker(TorchDispatchMode):
         self.default = self.stream("default")
         self._entered: list[tuple[Stream, Any]] = [(self.default, None)]  # with the node that entered it
         self._switches: list[tuple[int, Stream]] = [(0, self.default)]  # the first node of a forward on each stream
-        self._backward: Backward[Stream] | None = None
+        self._backward: Backward | None = None
 
     # -- streams ------------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """Whatever streams the parts of a step, of a save or of an average are on, no access is unordered.
 
-The CPU takes the place of a device (`stream_checker`), collectives run on a stream of their own (`stream_backend`), and
-autograd runs each node on the stream of its forward (`stream_autograd`). The programs wait where a plain loop must, and
-nowhere else: at stages 0 to 2 a forward waits for the step that wrote its parameters.
+The CPU takes the place of a device (`stream_checker`), and collectives run on a stream of their own (`stream_backend`).
+The programs wait where a plain loop must, and nowhere else: at stages 0 to 2 a forward waits for the step that wrote
+its parameters.
 """
 
 from __future__ import annotations

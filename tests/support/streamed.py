@@ -32,21 +32,8 @@ T = TypeVar("T")
 PAUSE = 0.001  # seconds between two looks for another rank's part
 
 
-class ThreadMail:
+class Mail:
     """Where ranks leave parts for each other. ``find`` returns None if nothing is there yet."""
-
-    def __init__(self) -> None:
-        self._left: dict[str, bytes] = {}
-
-    def leave(self, key: str, data: bytes) -> None:
-        self._left[key] = data
-
-    def find(self, key: str) -> bytes | None:
-        return self._left.get(key)
-
-
-class StoreMail:
-    """The same between processes."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
@@ -56,9 +43,6 @@ class StoreMail:
 
     def find(self, key: str) -> bytes | None:
         return bytes(self._store.get(key)) if self._store.check([key]) else None
-
-
-Mail = ThreadMail | StoreMail
 
 
 class Launched:
@@ -165,7 +149,7 @@ class StreamedThread(_Streamed, ThreadBackend):
     def part(self, parts: Sequence[Sequence[int]]) -> StreamedThread:
         mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
         with MAKING:
-            made = vars(self._world).setdefault("parts", {}).setdefault(mine, (_World(None), ThreadMail()))
+            made = vars(self._world).setdefault("parts", {}).setdefault(mine, (_World(None), Mail(dist.HashStore())))
         part = StreamedThread(made[0], mine.index(self.rank), len(mine), self.timeout, made[1], self.stall_limit)
         self._parts.append(part)
         return part
@@ -194,5 +178,5 @@ class StreamedLoopback(Threads[T]):
     """A group of threads with streams. ``limit``: seconds before a sentinel asks why a rank waits."""
 
     def __init__(self, world_size: int, *, limit: float, timeout: float = 30.0) -> None:
-        mail = ThreadMail()
+        mail = Mail(dist.HashStore())
         super().__init__(world_size, lambda world, rank: StreamedThread(world, rank, world_size, timeout, mail, limit))

@@ -40,17 +40,10 @@ class Cadence:
     more: tuple[str, ...] = ("--batch=4",)
 
     def flags(self, folder: Path, stage: int) -> list[str]:
-        return [
-            "--width=64",
-            "--layers=2",
-            f"--steps={self.steps}",
-            f"--micro-batches={self.micro_batches}",
-            f"--checkpoint={folder / 'checkpoints'}",
-            f"--save-every={self.every}",
-            f"--stage={stage}",
-            f"--out={folder / 'out'}",
-            *self.more,
-        ]
+        sizes = {"steps": self.steps, "micro-batches": self.micro_batches, "save-every": self.every, "stage": stage}
+        folders = {"checkpoint": folder / "checkpoints", "out": folder / "out"}
+        flags = (f"--{name}={value}" for name, value in {**sizes, **folders}.items())
+        return ["--width=64", "--layers=2", *flags, *self.more]
 
 
 @dataclass(frozen=True)
