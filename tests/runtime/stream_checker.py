@@ -26,29 +26,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import pool
+from collectives import Transport, pool
 from collectives.algorithms import ordered_sum
+from collectives.backend import Pending, PendingBytes
+from collectives.backends.threads import _World
 from zero.gradients.grad_publisher import ShardedGradient
 from zero.runtime import accumulator, offload, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
 
+from ..support.late import OF_TWO, Combined, LateBackend, Parts, Sizes, Threads, _NoStreams
+
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = (f"{ROOT / 'zero'}/", f"{ROOT / 'collectives'}/")
 RUNS_TESTS = f"{ROOT}/collectives/backends/threads.py"  # a rank that is a thread begins there
 TESTS = f"{ROOT / 'tests'}/"
-OURS = ("/stream_checker.py", "/stream_backend.py", "/late.py")
+OURS = ("/stream_checker.py", "/late.py")
 METADATA = {"aten::set_", "aten::detach_", "aten::record_stream"}  # they touch no element
 GPU = torch.device("cuda", 0)
 _HERE = threading.local()  # the checker of each rank, which is a thread
 
+T = TypeVar("T")
 Clock = dict["Stream", int]
 
 
@@ -416,6 +421,93 @@ def off() -> Iterator[None]:
         yield
     finally:
         _HERE.is_off = before
+
+
+class _OnStream:
+    """The work of a collective: a wait is one of the current stream."""
+
+    def __init__(self, work: Pending, end: Clock) -> None:
+        self._work, self._end = work, end
+
+    def wait(self, timeout: float | None = None) -> None:
+        here().current().wait_clock(self._end)
+        with off():
+            self._work.wait(30.0 if timeout is None else timeout)
+
+
+class _Streams(_NoStreams):
+    def awaited(self, device: torch.device) -> Any:
+        return Event(dict(here().current().clock), device)
+
+
+class _Received:
+    def __init__(self, work: Pending, tensor: Tensor, operator: str) -> None:
+        self._work, self._tensor, self._operator = work, tensor, operator
+
+    def wait(self, timeout: float) -> None:
+        here().note(self._tensor, here().current(), self._operator, writes=True)
+        with off():
+            self._work.wait(timeout)
+
+
+class StreamBackend(LateBackend):
+    """Messages of one rank, staged through the host by the current stream, and collectives on a stream of their own.
+
+        launch    the collective's stream waits for the current one, then reads the input and writes the output
+        wait      the current stream waits for the collective
+
+    All transfers finish at the wait, as in `late.py`. The rank's thread must be inside its `StreamChecker`.
+    """
+
+    maps_memory = False  # device memory, which no other rank reads
+
+    def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
+        super().__init__(world, rank, world_size, timeout)
+        self._streams: dict[str, Stream] = {}
+
+    def stays_on(self, device: torch.device) -> bool:
+        return True
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        if is_on():
+            here().note(tensor, here().current(), f"send to rank {to}", writes=False)
+        with off():
+            return super().send(tensor, to, slot)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
+        with off():
+            work = super().recv(tensor, source, slot)
+        return _Received(work, tensor, f"receive from rank {source}") if is_on() else work
+
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
+        with off():  # the host's memory
+            return super().send_bytes(data, to, slot, patience)
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
+        with off():
+            return super().recv_bytes(size, source, slot)
+
+    def exchange(
+        self, name: str, out: Tensor, source: Tensor, parts: Parts, sizes: Sizes, combined: Combined = torch.cat
+    ) -> Pending:
+        """Note the accesses of a collective, or of a transfer between two ranks. Each kind has a stream."""
+        with off():
+            made: Any = super().exchange(name, out, source, parts, sizes, combined)
+        kind = name if name.startswith(OF_TWO) else "collectives"
+        if kind not in self._streams:
+            self._streams[kind] = here().stream(f"of {kind}, rank {self.rank}")
+        stream = self._streams[kind]
+        stream.wait_stream(here().current())
+        here().note(source, stream, kind, writes=False)
+        here().note(out, stream, kind, writes=True)
+        made._work, made._under_way = _OnStream(made._work, dict(stream.clock)), _Streams()
+        pending: Pending = made
+        return pending
+
+
+def on_streams(world_size: int, program: Callable[[Transport], T]) -> list[T]:
+    torch.set_num_threads(1)
+    return Threads[T](world_size, lambda world, rank: StreamBackend(world, rank, world_size, 30.0)).run(program)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Whatever streams the parts of a step, of a save or of an average are on, no access is unordered.
 
-The CPU takes the place of a device (`stream_checker`), and collectives run on a stream of their own (`stream_backend`).
+The CPU takes the place of a device (`stream_checker`), and collectives run on a stream of their own.
 The programs wait where a plain loop must, and nowhere else: at stages 0 to 2 a forward waits for the step that wrote
 its parameters.
 """
@@ -39,8 +39,7 @@ from ..support.late import folded_by_groups
 from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
-from .stream_backend import on_streams
-from .stream_checker import Stream, StreamChecker, here, off, pretend
+from .stream_checker import Stream, StreamChecker, here, off, on_streams, pretend
 
 
 @pytest.fixture(autouse=True)

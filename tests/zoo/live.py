@@ -7,6 +7,7 @@ with it. The new code notes that it was entered.
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import gc
 import importlib
@@ -15,6 +16,7 @@ import json
 import mmap
 import os
 import pkgutil
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CARRIED = "TESTS_MUTANT"  # for spawned processes: a function, as "module:name", and its argument
 NOTED = "TESTS_MUTANT_ENTERED"  # a file of one byte, which is 1 once wrong code was entered
 _NOTE = "__mutant_entered__"
+TABLE = Path(__file__).with_name("zoo.csv")
 
 
 class StaleError(Exception):
@@ -118,3 +121,27 @@ def _by_key(code: CodeType) -> dict[tuple[str, int], CodeType]:
     for each in _inner(code):
         found.update(_by_key(each))
     return found
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug that some library had, or could have: a row of the table."""
+
+    name: str
+    published: str  # links to reports, or the library in whose source it was read
+    seam: str  # the dotted name of the function that is wrong
+    before: str  # text of the function
+    after: str  # what stands there instead
+    killer: str  # the test that must fail, below ``tests/``
+    wrong: str  # the consequence
+
+
+def bugs() -> dict[str, Bug]:
+    with TABLE.open(newline="") as file:
+        return {row["name"]: Bug(**row) for row in csv.DictReader(file)}
+
+
+def make(name: str) -> None:
+    """Make the bug of this name in the live functions of this process. Raises `StaleError` if it does not fit."""
+    made = bugs()[name]
+    rewrite(made.seam, made.before, made.after)
