@@ -168,8 +168,6 @@ def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
             return None
 
     found = loopback.run(program)
-    for backend in loopback.backends:
-        backend.end()
     return (parted or [time.monotonic()])[0], found
 
 

@@ -56,18 +56,12 @@ def test_a_rank_that_is_late_by_three_limits_changes_no_bit() -> None:
     run_late(replace(CASE, what="late", limit=0.1, rounds=2))
 
 
-def on_streams(size: int, program: Callable[[Transport], Any], limit: float = PATIENT) -> list[Any]:
-    loopback: StreamedLoopback[Any] = StreamedLoopback(size, limit=limit)
-
+def on_streams(size: int, program: Callable[[Transport], Any]) -> list[Any]:
     def watched(transport: Transport) -> Any:
         watch(transport, size, CPU)
         return program(transport)
 
-    try:
-        return loopback.run(watched)
-    finally:
-        for backend in loopback.backends:
-            backend.end()
+    return StreamedLoopback[Any](size, limit=PATIENT).run(watched)
 
 
 def launch(transport: Transport, tag: Tag) -> None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from collectives import Transport
 from collectives.backend import Pending
 from collectives.backends.gloo import GlooBackend
 from collectives.backends.threads import ThreadBackend, _World
@@ -180,3 +181,10 @@ class StreamedLoopback(Threads[T]):
     def __init__(self, world_size: int, *, limit: float, timeout: float = 30.0) -> None:
         mail = Mail(dist.HashStore())
         super().__init__(world_size, lambda world, rank: StreamedThread(world, rank, world_size, timeout, mail, limit))
+
+    def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
+        try:
+            return super().run(program, ranks)
+        finally:
+            for backend in self.backends:
+                backend.end()

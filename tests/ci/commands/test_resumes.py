@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.support.plain import assert_same_value, plain_step
-from tests.support.torchrun import (
+from tests.resumes import (
     BEGUN,
     LIMIT,
     ROOT,
@@ -34,6 +33,7 @@ from tests.support.torchrun import (
     undisturbed,
     verified,
 )
+from tests.support.plain import assert_same_value, plain_step
 
 CADENCE = Cadence()
 pytestmark = pytest.mark.timeout(LIMIT)
