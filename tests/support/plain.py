@@ -18,7 +18,6 @@ from zero import clip_grad_norm_
 
 from .narrowed import Narrowed
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[int, Tensor]  # by the parameter's index
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
@@ -26,25 +25,20 @@ Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 def plain_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_of: LossFunction,
+    loss_of: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
     divisor: float,
     max_norm: float | None = None,
-    norm_type: float = 2.0,
-) -> Tensor | None:
-    """Run micro-batches in turn, one division, clip and step. Return the norm; gradients stay."""
+) -> None:
+    """Run micro-batches in turn, one division, clip and step; gradients stay."""
     for batch in batches:
-        loss = loss_of(model, batch)
-        if loss.requires_grad:
-            loss.backward()
+        loss_of(model, batch).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(divisor)
-    norm = None
     if max_norm is not None:
-        norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
-    return norm
 
 
 class PlainRanks:
