@@ -1,7 +1,4 @@
-"""Checks of the text of a picture: inside the picture, overlapping neither other text nor dots, and naming no folder.
-
-Knows: matplotlib. Does not know: what is drawn.
-"""
+"""Checks of the text of a picture: inside it, overlapping neither other text nor dots, and naming no folder."""
 
 from __future__ import annotations
 

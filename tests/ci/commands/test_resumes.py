@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 import zero
-from tests.support.plain import assert_same_value, plain_step
-from tests.support.torchrun import (
+from tests.resumes import (
     BEGUN,
     LIMIT,
     ROOT,
@@ -34,6 +33,7 @@ from tests.support.torchrun import (
     undisturbed,
     verified,
 )
+from tests.support.plain import assert_same_value, plain_step
 
 CADENCE = Cadence()
 pytestmark = pytest.mark.timeout(LIMIT)
@@ -69,7 +69,7 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
         assert job.until(lambda: "on 5 cpu rank(s)" in job.log()), job.log()
         job.wait()
         assert not job.processes()
-        assert [agent.process.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
+        assert [agent.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
     check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
 
 
@@ -123,7 +123,7 @@ def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: sig
         time.sleep(1.0)  # any moment of the run will do
         send(job.staying[1].workers(), number)
         job.wait()
-        assert [agent.process.returncode for agent in job.agents] == [0] * 3, job.log()
+        assert [agent.returncode for agent in job.agents] == [0] * 3, job.log()
     saved = script.saved()
     assert saved[-1] == 200
     assert saved == list(range(10, 201, 10)) if killed else len(saved) == 2, "when all ranks ended, and the last one"
