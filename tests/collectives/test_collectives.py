@@ -82,6 +82,7 @@ def equal_numbers(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours, theirs), "as numbers: 1 - 1 + -0.0 has a sign that depends on the order"
 
 
+@pytest.mark.law("rank order")
 @pytest.mark.law("traffic")
 @pytest.mark.law("delays")
 @pytest.mark.parametrize("row", only(ROWS, "shared", "ring", "native", "pairwise-narrow", "hierarchical-narrow"))

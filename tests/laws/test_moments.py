@@ -32,6 +32,7 @@ CASES = [
 
 
 @pytest.mark.law("exceptions")
+@pytest.mark.law("refused calls")
 @pytest.mark.parametrize(("stage", "moment"), CASES)
 def test_a_call_at_a_wrong_moment_changes_nothing(stage: int, moment: Moment, request: pytest.FixtureRequest) -> None:
     if moment.unseen:

@@ -74,6 +74,7 @@ def assert_same_dict(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert strides_of(ours["state"][index]) == strides_of(state), index
 
 
+@pytest.mark.law("strides")
 @pytest.mark.parametrize(("ranks", "stage", "way"), rows([(3, 1, "dict")], [(3, 3, "checkpoint")]))
 def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, tmp_path: Path) -> None:
     """The class itself takes its dicts, too. Files are row-major, and those of before strides were noted are read."""
