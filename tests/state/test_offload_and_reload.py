@@ -89,6 +89,12 @@ def build(stage: int, transport: Transport | None = None) -> tuple[nn.Module, Ze
     return model, ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-2, **options)
 
 
+def same_as_plain(model: nn.Module, steps: range) -> None:
+    plain = locked_build(0)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps)
+    assert_same_model(model, plain)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_before_reload_the_model_is_not_read_and_no_earlier_graph_is_used(stage: int) -> None:
     """Nor is it or the optimizer used (`dials.loops`)."""
@@ -105,33 +111,25 @@ def test_before_reload_the_model_is_not_read_and_no_earlier_graph_is_used(stage:
     same_as_plain(model, range(4))
 
 
-def same_as_plain(model: nn.Module, steps: range) -> None:
-    plain = locked_build(0)
-    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps)
-    assert_same_model(model, plain)
-
-
 @pytest.mark.parametrize(("stage", "call"), [(2, "reload"), (1, "close"), (3, "close")])
 def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
     stage: int, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_host, to_device, failed = DeviceMemory._to_host, DeviceMemory._to_device, set[str]()
+    failed = set[str]()
 
-    def full(self: DeviceMemory, side: str, error: Exception) -> None:
-        if self._transport.rank == 1 and side not in failed:
-            failed.add(side)
-            raise error
+    def without_room(name: str, error: Exception) -> None:
+        copied = getattr(DeviceMemory, name)
 
-    def copied_to_host(self: DeviceMemory) -> Any:
-        full(self, "host", ValueError("offload: 7 bytes of the host's memory cannot be pinned"))
-        return to_host(self)
+        def copies(self: DeviceMemory) -> Any:
+            if self._transport.rank == 1 and name not in failed:
+                failed.add(name)
+                raise error
+            return copied(self)
 
-    def copied_to_device(self: DeviceMemory) -> Any:
-        full(self, "device", torch.OutOfMemoryError("7 bytes are missing"))
-        return to_device(self)
+        monkeypatch.setattr(DeviceMemory, name, copies)
 
-    monkeypatch.setattr(DeviceMemory, "_to_host", copied_to_host)
-    monkeypatch.setattr(DeviceMemory, "_to_device", copied_to_device)
+    without_room("_to_host", ValueError("offload: 7 bytes of the host's memory cannot be pinned"))
+    without_room("_to_device", torch.OutOfMemoryError("7 bytes are missing"))
 
     def program(transport: Transport) -> tuple[str, str, nn.Module]:
         model, optimizer = build(stage, transport)
