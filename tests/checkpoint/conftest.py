@@ -13,7 +13,6 @@ from .saved import Training
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that are about what the file system of this session lacks."""
     system = FILE_SYSTEMS.get(os.environ.get(VARIABLE, ""))
     if system is not None:
         lacks = {*system.lacks, *([] if system.warning is None else ["no warning"])}
@@ -25,7 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def file_system() -> None:
-    """Use the file system that the environment names, if it names one."""
     name = os.environ.get(VARIABLE)
     if name is not None:
         FILE_SYSTEMS[name].use(pytest.MonkeyPatch())

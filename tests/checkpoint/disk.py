@@ -63,7 +63,6 @@ class Node:
         self.entries = {name: node for name, node in {**self.entries, **changes}.items() if node is not None}
 
     def tree(self, world: str, prefix: str = "") -> Iterator[tuple[str, bytes | None]]:
-        """Yield the paths below this folder that are there after a crash, and the data of files."""
         entries: dict[str, Node | None] = {**self.safe_entries, **(self.last if world == "last" else {})}
         if world in ("everything", "entries"):
             entries = {**self.entries}
@@ -79,8 +78,6 @@ class Node:
 
 
 class Disk:
-    """The disk below one folder, while a test runs."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self.calls: list[Call] = []
         self.after: Callable[[Call], None] = lambda call: None  # called after each call that changes the disk
@@ -89,8 +86,8 @@ class Disk:
         self._lock = threading.RLock()
         self._paths: dict[int, Path] = {}
         self._locks: dict[int, int] = {}  # descriptor -> rank
-        self._failing: list[Callable[[Call], int | None]] = []
-        self._dead: set[int] = set()
+        self.failing: list[Callable[[Call], int | None]] = []
+        self.dead: set[int] = set()
         self._open = files.opened
         monkeypatch.setattr(files, "opened", self._opened)
         for name in ("reserve", "write_at", "read_at", "sync", "lock"):
@@ -106,7 +103,6 @@ class Disk:
         self._me.rank = rank
 
     def rank(self) -> int:
-        """Return the rank whose call the calling thread would make."""
         name = threading.current_thread().name
         return int(name.removeprefix(THREAD)) if name.startswith(THREAD) else getattr(self._me, "rank", 0)
 
@@ -121,27 +117,17 @@ class Disk:
             fails = seen[0] > skip and (most is None or seen[0] <= skip + most)
             return number if fails else None
 
-        self._failing.append(failing)
-
-    def heal(self) -> None:
-        """Fail no call any more."""
-        self._failing.clear()
+        self.failing.append(failing)
 
     def kill(self, rank: int, skip: int) -> None:
-        """Let a rank die after so many further calls: it makes none any more."""
         self.fail_when(lambda call: call.rank == rank, -1, skip=skip)
 
-    def is_dead(self, rank: int) -> bool:
-        """Return whether a rank has died."""
-        return rank in self._dead
-
     def revive(self, seconds: float) -> None:
-        """Let all calls be made again, by the next run, when the threads of the last one have ended."""
         for thread in threading.enumerate():
             if thread.name.startswith(THREAD):
                 thread.join(seconds)
-        self._dead.clear()
-        self._failing.clear()
+        self.dead.clear()
+        self.failing.clear()
 
     def release_locks(self, rank: int) -> None:
         """Give up the locks of a dead rank, as the kernel does. Their descriptors stay open."""
@@ -152,13 +138,8 @@ class Disk:
                     os.dup2(nothing.fileno(), number, inheritable=False)
 
     def tree(self, world: str) -> dict[str, bytes | None]:
-        """Return what a crash now would leave."""
         with self._lock:
             return dict(self._node.tree(world))
-
-    def of(self, rank: int) -> list[Call]:
-        """Return the calls of a rank."""
-        return [call for call in self.calls if call.rank == rank]
 
     def _pool(self, most: int) -> ThreadPoolExecutor:
         """Return one thread in the place of many: its calls are those of the caller, in order."""
@@ -176,12 +157,12 @@ class Disk:
         rank = self.rank()
         call = Call(rank, threading.current_thread().name.startswith(THREAD), name, path)
         with self._lock:
-            if rank in self._dead:
+            if rank in self.dead:
                 raise DiedError
-            numbers = [number for failing in self._failing if (number := failing(call)) is not None]
+            numbers = [number for failing in self.failing if (number := failing(call)) is not None]
             self.calls.append(call)
             if -1 in numbers:
-                self._dead.add(rank)
+                self.dead.add(rank)
                 raise DiedError
         if numbers:
             raise OSError(numbers[0], os.strerror(numbers[0]), str(path))
@@ -260,7 +241,6 @@ class Disk:
 
 
 def _existing(path: Path) -> Node:
-    """Return what is on the disk already; all of it is safe."""
     if not path.is_dir():
         data = path.read_bytes()
         return Node(is_folder=False, data=bytearray(data), safe_data=data)
@@ -269,7 +249,6 @@ def _existing(path: Path) -> Node:
 
 
 def materialize(tree: dict[str, bytes | None], folder: Path) -> None:
-    """Make what a crash has left in an empty folder."""
     for path, data in tree.items():
         if data is None:
             (folder / path).mkdir()

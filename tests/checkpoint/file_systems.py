@@ -1,8 +1,7 @@
 """File systems that lack something: a shim between `zero.checkpoint.files` and the kernel.
 
-    python -m tests.checkpoint.file_systems [NAME ...]
-
-runs the default tests of this folder on each of them, but for those that are about what it lacks.
+With the name of one in the environment variable `VARIABLE`, the tests of this folder run on it, but for those that are
+about what it lacks.
 
 Knows: which system calls fail there, and how. Does not know: checkpoints.
 """
@@ -13,12 +12,10 @@ import errno
 import fcntl
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -30,8 +27,6 @@ Call = Callable[..., Any]
 
 
 class Module:
-    """Stands for a module, some of whose functions fail."""
-
     def __init__(self, real: Any, others: Mapping[str, Call]) -> None:
         self._real, self._others = real, others
 
@@ -40,8 +35,6 @@ class Module:
 
 
 def failing(number: int, when: Callable[..., bool], call: Call) -> Call:
-    """Return a call that fails with an error number if ``when``, which gets the same arguments, says so."""
-
     def wrapped(*arguments: Any, **options: Any) -> Any:
         if when(*arguments, **options):
             raise OSError(number, os.strerror(number), str(arguments[0]))
@@ -71,7 +64,6 @@ def renames_a_folder(source: Path, _: Path) -> bool:
 
 
 def writes_again(path: Path | str, flags: int, *_: Any, dir_fd: int | None = None) -> bool:
-    """Return whether a file that has content is opened to be written."""
     if not flags & (os.O_WRONLY | os.O_RDWR) or flags & (os.O_TRUNC | os.O_EXCL):
         return False
     try:
@@ -134,17 +126,3 @@ FILE_SYSTEMS = {
     "no removal": FileSystem({"unlink": always}, USUAL, error="this file system cannot remove files"),
     "no removal of folders": FileSystem({"rmdir": always}, USUAL, error="this file system cannot remove folders"),
 }
-
-
-def main(names: list[str]) -> NoReturn:
-    """Run the tests of this folder on these file systems, or on all on which a save succeeds."""
-    codes = []
-    for name in names or [name for name, system in FILE_SYSTEMS.items() if system.error is None]:
-        print(f"-- {name}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-q", str(Path(__file__).parent)]
-        codes.append(subprocess.run(command, env={**os.environ, VARIABLE: name}).returncode)
-    sys.exit(max(codes))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -49,13 +49,14 @@ class Training:
         arguments = {"bucket_cap_mb": 0.0005, "lr": 1e-2, **arguments}
         self.optimizer = ZeroOptimizer(self.model, cls, stage=stage, process_group=transport, **arguments)
         self.rank, self.world_size = self.optimizer.rank, self.optimizer.world_size
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
 
     def backward(self, number: int) -> None:
         batch = odd_batches(self.world_size, number, extra=False)[self.rank]
         odd_loss(self.model, (batch[0], number % 2 == 1)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> None:
-        """Train one step, with the batch of this number."""
         self.backward(number)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -69,13 +70,11 @@ class Training:
 
 
 def plain_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """Return the whole plain dict. All ranks."""
     optimizer.consolidate_state_dict(None)
     return optimizer.state_dict()
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
-    """Run steps, each on a batch that is that of all ranks, of which there are a power of two."""
     for step in steps:
         odd_loss(model, odd_batches(2, step)[1]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -86,7 +85,6 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 
 
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
-    """Save one checkpoint with blocks of 4 kB."""
     whole = {"step": 3, "state": {"epoch": 1}, "rank_state": None, "blocking": True, "block_bytes": BLOCK, **request}
     whole["in_parts"] = check_visible(optimizer, path.parent, None)
     save_one(optimizer, SaveRequest(path, **whole))
@@ -102,7 +100,6 @@ def save_trained(path: Path) -> Path:
 
 
 def saved(folder: Path, optimizer: ZeroOptimizer, *steps: int) -> None:
-    """Write checkpoints of these steps."""
     with CheckpointManager(folder, optimizer) as checkpoints:
         for step in steps:
             checkpoints.save(step, blocking=True)
@@ -113,7 +110,6 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def names(*steps: int) -> list[str]:
-    """Return the entries of a folder that has these steps."""
     return [".lock", *(f"step-{step:08d}" for step in steps)]
 
 
@@ -128,12 +124,10 @@ def aside(folder: Path) -> list[str]:
 
 
 def tree(folder: Path) -> list[str]:
-    """Return the paths of everything below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the paths of all files of a checkpoint, in order."""
     return [path for path in tree(folder) if (folder / path).is_file()]
 
 
@@ -141,7 +135,6 @@ def files_of(folder: Path) -> list[str]:
 
 
 def break_one(folder: Path, step: int) -> None:
-    """Change one byte of a checkpoint."""
     path = step_folder(folder, step) / MODEL
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -160,7 +153,6 @@ def forge(folder: Path, **changes: Any) -> None:
 
 
 def add_averages(folder: Path, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Give a checkpoint further whole tensors, by name."""
     paths = list(Manifest.from_bytes((folder / NAME).read_bytes()).files)
     for name, tensors in averages.items():
         path = f"averages/{name}/{name}-00001-of-00001.safetensors"
@@ -173,7 +165,6 @@ def add_averages(folder: Path, averages: Mapping[str, Mapping[str, Tensor]]) -> 
 
 
 def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metadata: str) -> None:
-    """Give a safetensors file other entries and further metadata."""
     data = path.read_bytes()
     length = header_length(data[:8], len(data))
     found = parse_header(data[8 : 8 + length], len(data))
@@ -182,12 +173,10 @@ def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metad
 
 
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a value, as a manifest has it."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def edit_manifest(folder: Path, **changes: Any) -> None:
-    """Change keys of the manifest's JSON. Its SHA-256 fits."""
     found = {**json.loads((folder / NAME).read_bytes()), **changes}
     found.pop("sha256")
     (folder / NAME).write_bytes(manifest_text({**found, "sha256": digest(found)}))
@@ -237,18 +226,15 @@ class Taker:
         monkeypatch.setattr(capture.Snapshot, "take", wrapped)
 
     def begin(self, rank: int, count: float) -> None:
-        """Begin to count anew, and allow a rank so many chunks."""
         with self._changed:
             self._allowed[rank], self.taken[rank] = count, 0
 
     def release(self, rank: int) -> None:
-        """Allow a rank all that is left."""
         with self._changed:
             self._allowed[rank] = math.inf
             self._changed.notify_all()
 
     def wait_until(self, rank: int, count: int) -> None:
-        """Return when the rank's thread has taken so many chunks."""
         with self._changed:
             done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
             assert done, f"rank {rank} has taken {self.taken[rank]} chunks"

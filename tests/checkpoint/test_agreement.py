@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-import zero
 from collectives import CollectiveError, Tag, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint.folder.directory import complete_steps
@@ -22,69 +21,9 @@ from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
 from ..support.parts import parts_of
-from ..support.rows import only, rows
+from ..support.rows import rows
 from ..support.small import blocks
-from .disk import Disk
 from .saved import Taker, Training, entries, names
-
-
-def state(value: object) -> dict[str, Any]:
-    return {"state": {"s": value, "same": torch.ones(2)}}
-
-
-DIFFERS = r"state\['s'\] differs between rank 0 and rank 1"
-DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "step": ({"step": 0}, {"step": 1}, r"the step is 1 on rank 1 \(host .*\), but 0 on rank 0"),
-    "overwrite": ({}, {"overwrite": True}, r"overwrite is True on rank 1 .* but False on rank 0"),
-    "state": (state({"last": 0}), state({"last": 1}), rf"{DIFFERS} .*belongs in rank_state"),
-    "a tensor's bit": (state(torch.zeros(2)), state(torch.tensor([0.0, -0.0])), DIFFERS),
-    "a float's bit": (state({"losses": [0.5, 0.0]}), state({"losses": [0.5, -0.0]}), DIFFERS),
-    "a list's place": (state({"a": [], "b": [0.5]}), state({"a": [0.5], "b": []}), DIFFERS),
-    "a key": ({"state": {}}, {"state": {"s": 1}}, DIFFERS),
-    "an unsavable value": (state({"f": []}), state({"f": [print]}), r"state\['s'\]\['f'\]\[0\] is a function"),
-    "that of a rank": ({"rank_state": {"f": 1}}, {"rank_state": {"f": {1, 2}}}, r"rank_state.*'f'.* is a set"),
-}
-
-
-@pytest.mark.parametrize("difference", only(DIFFERENCES, "step", "state", "a key"))
-def test_ranks_that_save_other_things_learn_the_rank_and_the_key_before_a_byte_is_written(
-    difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *arguments, words = DIFFERENCES[difference]
-    disk = Disk(monkeypatch, tmp_path)
-
-    def program(transport: Transport) -> str:
-        disk.this_thread_is(transport.rank)
-        training = Training(transport, 1)
-        training.step(0)
-        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
-            with pytest.raises((RuntimeError, ValueError, TypeError), match=words) as caught:
-                checkpoints.save(**{"step": 1, **arguments[transport.rank]})
-            training.optimizer.exchange(b"")
-            assert entries(tmp_path / "run") == [".lock"]
-            training.step(1)
-            checkpoints.save(7, blocking=True)
-        return str(caught.value)
-
-    first, _ = on_threads(2, program)
-    assert "rank 1" in first
-    assert entries(tmp_path / "run") == names(7)
-
-
-def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
-    def program(transport: Transport) -> None:
-        training = Training(transport, 0)
-        for path in (tmp_path / f"{transport.rank}", tmp_path / f"run-{transport.rank}" / "saved"):
-            with pytest.raises(ValueError, match=r"the folder is '.*1' on rank 1 .*, but '.*0' on rank 0"):
-                zero.save(path, training.optimizer)
-        training.optimizer.exchange(b"")
-        assert entries(tmp_path) == ["run-0", "run-1"]
-
-    for rank in (0, 1):
-        (tmp_path / f"run-{rank}").mkdir()
-    on_threads(2, program, timeout=PATIENT)  # for which each would wait for the other's part
-    assert entries(tmp_path / "run-0") == []
-
 
 OF_SAVES = ("save()", "saving ")
 OF_ALL = (*OF_SAVES, "exchange()", "CheckpointManager")
@@ -142,9 +81,8 @@ def test_a_run_that_saves_after_every_step_sends_what_one_sends_that_never_saves
 # -- waits -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", rows(["restore"], ["save"]))
 def test_a_restore_waits_for_the_save_under_way(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
 ) -> None:
     """And so does a save."""
     taker, wait = Taker(monkeypatch), Saving.wait
@@ -154,22 +92,19 @@ def test_a_restore_waits_for_the_save_under_way(
         wait(this)
 
     with CheckpointManager(tmp_path, optimizer) as checkpoints:
-        checkpoints.save(1, blocking=True)
         monkeypatch.setattr(Saving, "wait", released)
         taker.begin(0, 0)
-        first = checkpoints.save(2)
-        if call == "save":
-            checkpoints.save(3)
-            assert first.done()
-        else:
-            restored = checkpoints.restore()
-            assert restored is not None
-            assert restored.step == 2
+        first = checkpoints.save(1)
+        checkpoints.save(2)
+        assert first.done()
+        taker.begin(0, 0)
+        checkpoints.save(3)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 3
 
 
 class Clock:
-    """The time for `save_folder`: it passes while a rank waits, and ``script`` is called then."""
-
     def __init__(self, script: Callable[[float], None]) -> None:
         self.now, self._script = 0.0, script
 

@@ -62,7 +62,6 @@ class Witness:
         disk.after = self._crash
 
     def begins(self, step: int, number: int) -> None:
-        """Note that a save begins: from now on the steps may be those after it."""
         with self._lock:
             before = self._allowed[-1]
             committed = {**{each: by for each, by in before.items() if each < step}, step: number}
@@ -72,7 +71,6 @@ class Witness:
             self._allowed = [before, committed, {each: committed[each] for each in kept}]
 
     def returned(self) -> None:
-        """Note that the result of the save was returned: from now on it must survive."""
         with self._lock:
             self._allowed = self._allowed[-2:]
 
@@ -90,7 +88,6 @@ class Witness:
 
 
 def check(run: Path, allowed: list[Steps], aside: list[int], where: str) -> None:
-    """Check what a reader finds in the folder of a run after a crash."""
     found, saves = {}, set()
     for step in complete_steps(run):
         checkpoint = zero.open_checkpoint(steps_in(run)[step])

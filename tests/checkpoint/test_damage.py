@@ -21,6 +21,7 @@ from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, index_b
 from zero.checkpoint.read.reader import Checkpoint
 
 from ..support.descriptors import listed
+from ..support.errors import error_of
 from .saved import (
     BLOCK,
     INDEX,
@@ -52,12 +53,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copy(whole: Path, tmp_path: Path) -> Path:
-    """Return a copy that a test may change."""
     return Path(shutil.copytree(whole, tmp_path / "copy"))
 
 
 def assert_broken(folder: Path, *named: str) -> None:
-    """Assert that `verify` raises, and that its error names these."""
     with pytest.raises(CheckpointError) as raised:
         open_checkpoint(folder).verify()
     for name in named:
@@ -68,7 +67,6 @@ def assert_broken(folder: Path, *named: str) -> None:
 
 
 def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
-    """Return the tensors that have bytes in a block of a file; none if the header has."""
     found = open_checkpoint(folder).header(path) if path.endswith(".safetensors") else None
     if found is None or block * BLOCK < found.data:
         return []
@@ -129,19 +127,18 @@ PUTS: dict[str, Callable[[Path, Path], object]] = {
 
 
 @pytest.mark.timeout(20)  # a pipe would be waited for
-@pytest.mark.parametrize("put", PUTS)
-def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, put: str) -> None:
-    before, outside = listed(), copy.parent / "outside"
-    for path in (NAME, MODEL, INDEX, STATE, OF_RANK):
-        shutil.copy(copy / path, copy.parent / "kept")
+@pytest.mark.parametrize("path", [NAME, MODEL, INDEX, STATE, OF_RANK])
+def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, path: str) -> None:
+    before, outside, data = listed(), copy.parent / "outside", (copy / path).read_bytes()
+    for put, call in PUTS.items():
         os.rename(copy / path, outside)
-        PUTS[put](copy / path, outside)
+        call(copy / path, outside)
         opens = put in ("a pipe", "a folder")  # all others cannot even be opened
         named = path if put == "nothing" else str(copy / path)
         assert_broken(copy, named, "is not a regular file" if opens else "")
         (copy / path).rmdir() if put == "a folder" else (copy / path).unlink(missing_ok=True)
-        shutil.copy(copy.parent / "kept", copy / path)
         (copy / path).with_name("beside.txt").unlink(missing_ok=True)
+        (copy / path).write_bytes(data)
     assert not listed() - before
 
 
@@ -168,8 +165,6 @@ def opened_for(call: Callable[[Checkpoint], Any], folder: Path) -> tuple[set[str
 
 
 class Payload:
-    """An object whose unpickling makes a folder."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -181,13 +176,17 @@ class Payload:
 @pytest.mark.parametrize("path", [MODEL, OPTIMIZER, INDEX, STATE, OF_RANK, NAME])
 def test_a_pickle_is_never_unpickled_and_no_link_is_entered(copy: Path, path: str) -> None:
     marker, whole = copy.parent / "was unpickled", (copy / path).read_bytes()
+
+    def assert_closed() -> None:
+        for call in EVERYTHING:
+            assert all(name.startswith(str(copy)) for name in opened_for(call, copy)[0])
+
     torch.save({"a": Payload(marker)}, copy.parent / "saved")
     for pickled in (pickle.dumps(Payload(marker)), (copy.parent / "saved").read_bytes()):
         (copy / path).write_bytes(pickled)
         if path != NAME:
             forge(copy)
-        for call in EVERYTHING:
-            assert all(name.startswith(str(copy)) for name in opened_for(call, copy)[0])
+        assert_closed()
         assert opened_for(Checkpoint.verify, copy)[1]
     assert not marker.exists()
     (copy / path).write_bytes(whole)
@@ -196,8 +195,7 @@ def test_a_pickle_is_never_unpickled_and_no_link_is_entered(copy: Path, path: st
         os.rename(folder, copy.parent / "outside")
         folder.symlink_to(copy.parent / "outside")
         assert str(folder) in opened_for(Checkpoint.verify, copy)[1]
-        for call in EVERYTHING:
-            assert all(name.startswith(str(copy)) for name in opened_for(call, copy)[0])
+        assert_closed()
 
 
 def put_index(**changes: str) -> Callable[[Path], object]:
@@ -211,8 +209,6 @@ def put_index(**changes: str) -> Callable[[Path], object]:
 
 
 def put_file(path: str, name: str) -> Callable[[Path], object]:
-    """Add a file with a tensor to the checkpoint."""
-
     def put(copy: Path) -> None:
         (copy / path).parent.mkdir(exist_ok=True)
         (copy / path).write_bytes(header_bytes([TensorEntry(name, "F32", (1,))], {}) + bytes(4))
@@ -237,10 +233,6 @@ def put_header(path: str, **metadata: str) -> Callable[[Path], object]:
     return lambda copy: rewrite_header(copy / path, None, **metadata)
 
 
-def put_manifest(**changes: Any) -> Callable[[Path], object]:
-    return lambda copy: edit_manifest(copy, **changes)
-
-
 NOT_NAMED = r"index\.json does not name the files"
 FORGED: list[tuple[Callable[[Path], object], str]] = [
     (put_index(scale="other.safetensors"), NOT_NAMED),
@@ -261,9 +253,7 @@ FORGED: list[tuple[Callable[[Path], object], str]] = [
     (put_header(OPTIMIZER, values="]"), "its values is not JSON"),
     (put_header(OPTIMIZER, values="[]"), "its values have no names"),
     (put_header(OPTIMIZER, values='{"state.x.y":1}'), "'state.x.y' is the state of no parameter"),
-    (put_manifest(param_groups=[{"lr": {"$": 1}, "params": []}]), r"checkpoint\.json: a saved state has the unknown"),
-    (put_manifest(files={"../outside": {"bytes": 0, "crc32": []}}), r"'\.\./outside' is not a path inside a checkp"),
-    (put_manifest(block_bytes=2**60), "is not from 0 to 1073741824"),
+    (lambda copy: edit_manifest(copy, param_groups=[{"lr": {"$": 1}, "params": []}]), "json: a saved state has the"),
 ]
 
 
@@ -277,20 +267,23 @@ def test_a_forged_checkpoint_is_a_checkpoint_error(copy: Path, change: Callable[
     assert any(re.search(why, error) for error in errors), errors
 
 
-GENERATORS = [
-    ('{"rng":{},"rank_state":{}}', r"generators cannot be used here \(KeyError: 'torch'\): rng=False restores"),
-    ('{"rng":{"torch":1,"numpy":2,"random":3},"rank_state":{}}', r"cannot be used here \(TypeError: expected"),
-    ("{}", r"it has no 'rng' and 'rank_state'"),
-]
+GENERATORS = "generators cannot be used here"
 
 
-def test_generators_that_cannot_be_restored_are_found_before_anything_changes(copy: Path) -> None:
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ('{"rng":{},"rank_state":{}}', f"{GENERATORS} (KeyError: 'torch'): rng=False restores"),
+        ('{"rng":{"torch":1,"numpy":2,"random":3},"rank_state":{}}', f"{GENERATORS} (TypeError: expected"),
+    ],
+)
+def test_generators_that_cannot_be_restored_are_found_before_anything_changes(
+    copy: Path, tree: str, words: str
+) -> None:
     optimizer = Training().optimizer
     before, stream = optimizer.check_replicas(), torch.get_rng_state()
-    for found, why in GENERATORS:
-        rewrite_header(copy / OF_RANK, tree=found)
-        forge(copy)
-        with pytest.raises(ValueError, match=why):
-            load(copy, optimizer)
-        assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
-        assert torch.equal(torch.get_rng_state(), stream)
+    rewrite_header(copy / OF_RANK, tree=tree)
+    forge(copy)
+    assert words in error_of(load, copy, optimizer)
+    assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
+    assert torch.equal(torch.get_rng_state(), stream)

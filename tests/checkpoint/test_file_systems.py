@@ -30,7 +30,6 @@ IS_REFUSED = [name for name in FILE_SYSTEMS if name not in GOES_ON]
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the warnings of this library."""
     texts: list[str] = []
     for module in ("manager", "single", "folder.directory"):
         monkeypatch.setattr(f"zero.checkpoint.{module}.warn_caller", texts.append)
@@ -38,7 +37,6 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def saves(folder: Path, transport: Transport) -> list[str]:
-    """Save into a folder of steps, and once beside it. Returns the contents, and the SHA-256 of the parameters."""
     training = Training(transport, 2)
     training.step(0)
     found = []

@@ -138,7 +138,6 @@ def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, op
 
 
 def left_under_way(folder: Path) -> Path:
-    """Make what a run leaves that dies while it saves."""
     for name in ("notes", "model", "averages/ema", "ranks"):
         (folder / name).mkdir(parents=True)
     for name in ("notes/ready", "notes/.rank-00000.done.part", "state.safetensors"):
@@ -201,7 +200,6 @@ def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptim
 
 
 def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
-    """Nor is a step whose name is written otherwise."""
     for name in ("step-5", "step-000000007", "step-00000006x", "Step-00000008", "step-00000004"):
         (tmp_path / name).mkdir()
     assert list(steps_in(tmp_path)) == [4]

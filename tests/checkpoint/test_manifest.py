@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zero.checkpoint.format.manifest import (
     LARGEST_BLOCK,
@@ -25,12 +23,11 @@ from zero.core.statetree import FormatError
 
 from .saved import OF_RANK, digest, manifest_text
 
-MORE = settings(max_examples=5 * settings().max_examples)
 WHOLE = Manifest(
     step=7,
     parameters=(
         SavedParameter("weight", ("weight", "head.weight"), (3, 2), "F32", 0, True),
-        SavedParameter("ä\n", (), (), "BF16", None, False),
+        SavedParameter("ä\n\0", (), (), "BF16", None, False),
     ),
     param_groups=({"lr": 0.001, "betas": {"$tuple": [0.9, 0.999]}, "params": ["weight"]},),
     files={
@@ -40,43 +37,12 @@ WHOLE = Manifest(
     },
     block_bytes=4096,
     not_saved=("a.b",),
-    written_by={"world_size": 3, "torch": "2"},
+    written_by={"world_size": 3, "torch": "2", "ö": -(2**70)},
 )
 TEXT = WHOLE.to_bytes()
 
-names = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-paths = st.lists(st.text("ab./-\n", min_size=1, max_size=4), min_size=1, max_size=3).map("/".join)
-options = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | names
-sizes, texts = st.integers(0, 2**40), st.lists(names, max_size=2).map(tuple)
-parameters = st.builds(
-    SavedParameter,
-    names,
-    texts,
-    st.lists(sizes, max_size=3).map(tuple),
-    st.sampled_from(["F32", "BF16"]),
-    st.none() | st.integers(0, 3),
-    st.booleans(),
-)
-
-
-def is_inside(path: str) -> bool:
-    return not any(part in ("", ".", "..") for part in path.split("/"))
-
-
-@st.composite
-def manifests(draw: st.DrawFn) -> Manifest:
-    block_bytes = draw(st.integers(1, 5000))
-    files = {}
-    for path in draw(st.lists(paths.filter(is_inside), unique=True, max_size=3)):
-        sums = tuple(draw(st.lists(st.integers(0, 2**32 - 1), max_size=3)))
-        files[path] = FileSums(max(len(sums) * block_bytes - draw(st.integers(0, block_bytes - 1)), 0), sums)
-    found = tuple(draw(st.lists(parameters, max_size=2)))
-    group, written_by = draw(st.dictionaries(names, options, max_size=3)), draw(st.dictionaries(names, options))
-    return Manifest(draw(sizes), found, ({**group, "params": ["a"]},), files, block_bytes, draw(texts), written_by)
-
 
 def signed(found: dict[str, Any], content: str | None = None) -> bytes:
-    """Return a manifest with these keys whose content and SHA-256 are right, as somebody could forge it."""
     rest = {key: value for key, value in found.items() if key != "sha256"}
     files = rest.get("files")
     if isinstance(files, dict) and "content" in rest:
@@ -89,26 +55,17 @@ def signed(found: dict[str, Any], content: str | None = None) -> bytes:
     return manifest_text({**rest, "sha256": digest(rest)})
 
 
-@given(manifests())
-@MORE
-def test_a_manifest_comes_back_as_it_was_written(manifest: Manifest) -> None:
-    text = manifest.to_bytes()
-    found = Manifest.from_bytes(text)
-    assert found == manifest
-    assert found.to_bytes() == text
-    assert json.loads(text)["content"] == found.content
-
-
 def test_the_content_depends_on_the_files_alone_but_not_on_those_of_ranks() -> None:
     """And keys that this release does not know are ignored everywhere."""
-    same = replace(
-        WHOLE, step=8, written_by={}, files={**WHOLE.files, "ranks/rank-00001.safetensors": FileSums(1, (1,))}
-    )
-    assert same.content == WHOLE.content
+    assert Manifest.from_bytes(TEXT) == WHOLE
+    assert Manifest.from_bytes(TEXT).to_bytes() == TEXT
+    more = {**WHOLE.files, "ranks/rank-00001.safetensors": FileSums(1, (1,))}
+    assert replace(WHOLE, step=8, written_by={}, files=more).content == WHOLE.content
     for path, sums in (("empty", FileSums(1, (0,))), ("more", FileSums(0, ()))):
         assert replace(WHOLE, files={**WHOLE.files, path: sums}).content != WHOLE.content
     assert replace(WHOLE, files=dict(reversed(list(WHOLE.files.items())))).content == WHOLE.content
     found = json.loads(TEXT)
+    assert found["content"] == WHOLE.content
     for part in (found, found["parameters"][0], found["param_groups"][0], found["files"]["empty"]):
         part["more"] = {"a": [None, 1, "x"]}
     read = Manifest.from_bytes(signed(dict(sorted(found.items()))))
@@ -123,7 +80,6 @@ def test_another_version_is_an_error_of_its_own_before_anything_else_is_read(ver
 
 
 def changed_texts() -> Iterator[bytes]:
-    """Yield the text with each byte changed in one bit, lost, doubled, and with all behind it cut off."""
     for place, byte in enumerate(TEXT):
         before, after = TEXT[:place], TEXT[place + 1 :]
         yield from (before + bytes([byte ^ 1 << place % 8]) + after, before + after, before)
@@ -133,6 +89,7 @@ def changed_texts() -> Iterator[bytes]:
     yield from (TEXT.replace(b"\\u00e4", "ä".encode()), TEXT.replace(b'"step": 7', b'"step": 7.0'))
     for key, depth in itertools.product((b"written_by", b"more", b"param_groups"), (500, 100_000)):
         yield TEXT.replace(b'"step": 7', b'"step": 7, "%s": %s' % (key, b"[" * depth + b"]" * depth))
+    yield signed(json.loads(TEXT), content=digest(""))
 
 
 def test_every_changed_byte_of_the_text_is_an_error() -> None:
@@ -140,22 +97,6 @@ def test_every_changed_byte_of_the_text_is_an_error() -> None:
     for text in changed_texts():
         with pytest.raises(FormatError):
             Manifest.from_bytes(text)
-
-
-# -- forgeries: the SHA-256 is right, and something else is not --------------------------------------------------------
-
-
-def changed_at(path: tuple[Any, ...], *wrong: Any) -> bytes:
-    """Return a forged manifest with another value at a place, or without the place."""
-    found = json.loads(TEXT)
-    inner = found
-    for key in path[:-1]:
-        inner = inner[key]
-    if wrong:
-        inner[path[-1]] = wrong[0]
-    else:
-        del inner[path[-1]]
-    return signed(found)
 
 
 FORGED: list[tuple[tuple[Any, ...], list[Any]]] = [
@@ -185,18 +126,23 @@ FORGED: list[tuple[tuple[Any, ...], list[Any]]] = [
 
 def test_a_forged_value_and_a_missing_one_are_format_errors() -> None:
     for path, values in FORGED:
-        for wrong in values:
-            with pytest.raises(FormatError, match="its text is not that of a manifest"):
-                Manifest.from_bytes(changed_at(path, wrong))
-        if isinstance(path[-1], str) and path != ("files", "empty"):
-            with pytest.raises(FormatError):
-                Manifest.from_bytes(changed_at(path))
+        for wrong in [..., *values]:
+            found = json.loads(TEXT)
+            inner = found
+            for key in path[:-1]:
+                inner = inner[key]
+            if wrong is not ...:
+                inner[path[-1]] = wrong
+            elif isinstance(path[-1], int) or path == ("files", "empty"):
+                continue  # without it another manifest is whole
+            else:
+                del inner[path[-1]]
+            with pytest.raises(FormatError, match=None if wrong is ... else "its text is not that of a manifest"):
+                Manifest.from_bytes(signed(found))
 
 
-def test_a_wrong_content_and_a_block_above_the_limit_are_errors() -> None:
+def test_a_block_above_the_limit_is_an_error() -> None:
     """A reader allocates a block."""
-    with pytest.raises(FormatError, match="its files do not have its content"):
-        Manifest.from_bytes(signed(json.loads(TEXT), content=digest("")))
     small = replace(WHOLE, files={"empty": FileSums(0, ()), "one": FileSums(3, (17,))})
     assert Manifest.from_bytes(replace(small, block_bytes=LARGEST_BLOCK).to_bytes()).block_bytes == 1 << 30
     for block_bytes in (LARGEST_BLOCK + 1, 2**60):
@@ -204,14 +150,9 @@ def test_a_wrong_content_and_a_block_above_the_limit_are_errors() -> None:
             Manifest.from_bytes(replace(small, block_bytes=block_bytes).to_bytes())
 
 
-LEAVING = ("", "/", "/etc/passwd", "a\\b", "..\\a", "a\0b", "..", ".", "a/../b", "./a", "a//b", "a/")
-
-
 def test_a_path_is_taken_if_it_stays_inside() -> None:
     for path in ("a", "a b/..c\n/-", ".a/b."):
         check_path(path)
-    for path in LEAVING:
-        text = replace(WHOLE, files={path: FileSums(0, ())}).to_bytes()
-        for call in (lambda path=path: check_path(path), lambda text=text: Manifest.from_bytes(text)):
-            with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
-                call()
+    for path in ("", "/", "/etc/passwd", "a\\b", "..\\a", "a\0b", "..", ".", "a/../b", "./a", "a//b", "a/"):
+        with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
+            Manifest.from_bytes(replace(WHOLE, files={path: FileSums(0, ())}).to_bytes())

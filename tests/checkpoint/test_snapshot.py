@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero
 from benchmarks.rank import live_storages
@@ -23,6 +22,7 @@ from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
 from ..support.rows import only
+from ..support.two_modes import ScheduleFree
 from .saved import Taker, Training, plain_dict, small_blocks
 
 ALL = 10**6
@@ -81,14 +81,6 @@ def edits_in_place(training: Training, number: int) -> None:
     training.step(number)
 
 
-def edits_without_asking(training: Training, number: int) -> None:
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.data.add_(number)
-    for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5
-
-
 def loads_a_dict(training: Training, number: int) -> None:
     older = plain_dict(training.optimizer)
     for state in older["state"].values():
@@ -110,17 +102,8 @@ def resets_states(training: Training, number: int) -> None:
     training.step(number)
 
 
-def adds_a_group(training: Training, number: int) -> None:
-    training.model.register_parameter(f"late_{number}", nn.Parameter(torch.full((7,), float(number))))
-    training.optimizer.add_param_group({"params": [getattr(training.model, f"late_{number}")]})
-    training.step(number)
-
-
-def closes(training: Training, number: int) -> None:
-    training.optimizer.close()
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.fill_(number)
+def changes_the_mode(training: Training, number: int) -> None:
+    getattr(training.optimizer, ("train", "eval")[number % 2])()
 
 
 def does_all_on_disk(training: Training, number: int) -> None:
@@ -129,16 +112,13 @@ def does_all_on_disk(training: Training, number: int) -> None:
 
 LAYOUTS: Sequence[Callable[[Any, dict[str, Any], int], object]] = (
     lambda model, group, number: group.update(lr=group["lr"] / 3),  # its text has another length
-    lambda model, group, number: group.update(note="x" * 6_000 if "note" not in group else "x" * number),
-    lambda model, group, number: group.update(note="x" * number),
+    lambda model, group, number: group.update(note="x" * 6_000),
     lambda model, group, number: model.first.bias.requires_grad_(requires_grad=False),
     lambda model, group, number: model.offset.add_(1),
     lambda model, group, number: setattr(model.offset, "data", torch.full_like(model.offset, number)),
-    lambda model, group, number: model.register_buffer("offset", torch.full_like(model.offset, number)),
     lambda model, group, number: model.layers.register_buffer("extra", torch.arange(number)),
     lambda model, group, number: model.layers.register_buffer("extra", torch.ones(number % 3, 2, dtype=torch.int64)),
     lambda model, group, number: model._non_persistent_buffers_set.add("offset"),
-    lambda model, group, number: model._non_persistent_buffers_set.remove("offset"),
     lambda model, group, number: model.register_buffer("phase", torch.full((3,), 1 - 2j).conj()),  # conjugated if read
 )
 
@@ -162,12 +142,10 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
     "steps of one rank": (Training.step, 2, 1, [], {}),
     "steps at stage 3": (Training.step, 3, 2, [], {}),
     "edits in gathered": (edits_in_place, 3, 2, [0, 6], {}),
-    "edits without asking": (edits_without_asking, 0, 2, [0, 6], {}),
     "load_state_dict": (loads_a_dict, 3, 2, [0, 6], {}),
     "states edited": (edits_states, 2, 2, [0, 6], {}),
     "states reset": (resets_states, 1, 2, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
-    "add_param_group": (adds_a_group, 2, 2, [0, 6], {}),  # stage 3 takes no parameter that its module did not have
-    "close": (closes, 3, 2, [5], {}),
+    "modes": (changes_the_mode, 1, 2, [0, 6], {"cls": ScheduleFree}),
     "states on disk": (does_all_on_disk, 1, 2, [0, 0, 0, 4], ON_DISK),
     "bf16 on disk": (does_all_on_disk, 3, 2, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
     "layouts": (changes_layouts, 2, 2, ANEW, {}),
@@ -175,7 +153,7 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
 }
 
 
-@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "states on disk"))
+@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "states on disk", "modes"))
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from zero.checkpoint.format.tensorfile import METADATA, parse_json
@@ -33,13 +31,9 @@ from zero.step.arguments import same
 
 from ..support.blockwise import BLOCK, Blocks
 from ..support.plain import bits
-from ..support.rows import count
-
-MORE = settings(max_examples=count(1, 5) * settings().max_examples)
 
 
 def exact(value: Any) -> tuple[Any, ...]:
-    """Return a value as tuples that are equal if types, order and bits are."""
     inner: Any = value
     if isinstance(value, dict):
         inner = [(exact(key), exact(each)) for key, each in value.items()]
@@ -55,7 +49,6 @@ def exact(value: Any) -> tuple[Any, ...]:
 
 
 def through_json(value: Any) -> Any:
-    """Return a value after it was JSON's text."""
     return parse_json(json.dumps(value, allow_nan=False).encode(), "tree")
 
 
@@ -66,57 +59,39 @@ def round_trip(value: Any) -> Any:
 
 
 def assert_survives(value: Any) -> None:
-    """Assert that a value comes back from a file and from inside the JSON."""
     assert exact(round_trip(value)) == exact(value)
     assert exact(decode(through_json(encode_inline(value, "state")), {})) == exact(value)
 
 
-@st.composite
-def any_tensor(draw: st.DrawFn) -> Tensor:
-    """Draw a tensor of any dtype and bits: 0-d, empty, transposed, or a part of a larger one."""
-    dtype = draw(st.sampled_from(list(DTYPES.values())))
-    shape = draw(st.lists(st.integers(0, 3), max_size=3))
-    nbytes = math.prod(shape) * dtype.itemsize
-    data = torch.tensor(list(draw(st.binary(min_size=nbytes, max_size=nbytes))), dtype=torch.uint8)
-    made = (data % 2 == 1 if dtype is torch.bool else data.view(dtype)).view(shape)
-    form = draw(st.sampled_from(["plain", "transposed", "part"]))
-    if form == "transposed" and len(shape) > 1:
-        return made.transpose(0, -1)
-    return made[1:] if form == "part" and shape and shape[0] > 1 else made
+NUMBERS = [0, -1, 2**63, -(2**64), 10**4000, 0.1, -0.0, math.inf, -math.inf, math.nan, -math.nan, 5e-324]
+(SIGNALLING,) = struct.unpack(">d", bytes.fromhex("7ff0000000000001"))
+BYTES = torch.arange(250, 250 + 48).to(torch.uint8)
+MADE = {name: (BYTES % 2 == 1 if dtype is torch.bool else BYTES.view(dtype)) for name, dtype in DTYPES.items()}
+ARRAYS = [tensor.numpy() for name, tensor in MADE.items() if name != "BF16" and not name.startswith("F8")]
+VALUES: dict[str, Any] = {
+    "plain": [None, True, False, *NUMBERS, SIGNALLING, "", "ä\0", b"", b"\xff\0"],
+    "": [(), [], {}, (1, [(2,)]), [[[]]], OrderedDict(), Counter()],
+    "$": {"$": 1, "$tensor": "a", "$dict": [], "a.b": {"": 0}, "$tuple": []},
+    "keys": {1: 2, "1": 3, None: {4: 5}, False: 6, -(2**70): 7},
+    "ordered": OrderedDict(b=1, a=OrderedDict({2: torch.ones(2), "x": []})),
+    "counted": Counter({"a": 3, 4: 2**65}),
+    "tensors": [each[:1] for each in MADE.values()] + list(MADE.values()),
+    "scalars": [each[0] for each in MADE.values()],
+    "shapes": [torch.empty(0, 3), torch.arange(6.0).view(2, 3).t(), torch.arange(6.0)[2:], torch.ones(2, 1, 3)],
+    "arrays": [*ARRAYS, *(array[::-1] for array in ARRAYS), *(array[:0] for array in ARRAYS)],
+    "of NumPy": [array[0] for array in ARRAYS],
+}
 
 
-OF_TORCH_ALONE = {dtype for name, dtype in DTYPES.items() if name == "BF16" or name.startswith("F8")}
-arrays = any_tensor().filter(lambda tensor: tensor.dtype not in OF_TORCH_ALONE).map(Tensor.numpy)
-keys = st.text(max_size=3) | st.sampled_from(["$", "$tensor", "$dict", "a.b", "a", "b", ""]) | st.integers()
-ODD = [None, True, False, 2**63, -(2**64), 10**4000, -0.0, math.inf, -math.inf, math.nan, -math.nan, 5e-324]
-leaves = st.one_of(
-    st.sampled_from(ODD),
-    st.integers(),
-    st.floats(),
-    st.integers(0, 2**52).map(lambda bits: struct.unpack(">d", struct.pack(">Q", 0x7FF << 52 | bits))[0]),  # any NaN
-    st.text(max_size=5) | st.binary(max_size=5),
-    any_tensor() | arrays,
-    arrays.map(lambda array: array[..., ::-1] if array.ndim else array[()]),
-)
-values = st.recursive(
-    leaves,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.dictionaries(keys | st.none() | st.booleans(), inner, max_size=3),
-        st.dictionaries(keys, inner, max_size=3).map(OrderedDict),
-        st.dictionaries(keys, st.integers(), max_size=3).map(Counter),
-    ),
-    max_leaves=8,
-)
-names = st.text(max_size=3).filter(lambda name: not name.startswith("$"))
-
-
-@given(values, st.dictionaries(names, values, max_size=3))
-@MORE
-def test_a_value_comes_back_with_its_types_its_order_and_its_bits(value: Any, states: dict[str, Any]) -> None:
+def test_a_value_comes_back_with_its_types_its_order_and_its_bits() -> None:
     """States have their large tensors beside the JSON."""
-    assert_survives({"a": value})
+    assert_survives(VALUES)
+    for value in VALUES.values():
+        assert_survives(value)
+    states = {f"state of {name}": value for name, value in VALUES.items()} | {
+        "one": torch.ones(1),
+        "all": torch.ones(3),
+    }
     found, tensors = encode_states(states, "state")
     back = decode_states(through_json(found), tensors)
     assert exact(dict(sorted(back.items()))) == exact(dict(sorted(states.items())))

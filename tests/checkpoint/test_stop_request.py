@@ -18,7 +18,6 @@ from .saved import Training
 
 
 def _stops(group: Any, rank: int) -> tuple[int, str | None]:
-    """Train until a signal is heard. Return the number of steps, and what was heard."""
     training = Training(group, 2)
     signal.signal(signal.SIGTERM, lambda *_: None)  # a signal that nobody has heard is sent again
     with StopOnSignal(training.optimizer) as stop:
@@ -38,7 +37,6 @@ def test_all_ranks_hear_of_a_signal_in_the_same_step(gloo: GlooPool) -> None:
 
 @pytest.fixture
 def caught() -> Iterator[list[int]]:
-    """Return the SIGTERMs that this process gets during a test."""
     got: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
     yield got

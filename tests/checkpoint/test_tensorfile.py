@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import safetensors
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from zero.checkpoint.format.tensorfile import (
     LONGEST_HEADER,
@@ -24,9 +22,6 @@ from zero.checkpoint.format.tensorfile import (
 )
 from zero.core.statetree import FormatError
 
-from ..support.rows import count
-
-MORE = settings(max_examples=count(3, 10) * settings().max_examples)
 STRICTER = {
     "a name occurs twice in one object": r"its header has '.*' twice",
     "the header does not begin with '{'": r"its header is not a JSON object",
@@ -42,7 +37,6 @@ def with_header(text: bytes, data: bytes = b"") -> bytes:
 
 
 def ours(file: bytes) -> Header:
-    """Read a header as this library does."""
     length = header_length(file[:8], len(file))
     return parse_header(file[8 : 8 + length], len(file))
 
@@ -143,33 +137,6 @@ def test_a_file_that_ends_anywhere_is_refused() -> None:
     for bad in (b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\x80"):
         with pytest.raises(FormatError, match="its header is not JSON"):
             ours(with_header(b'{"__metadata__":{"a":"' + bad + b'"}}'))
-
-
-KEYS = [f'"{name}"' for name in ("a", "b", "__metadata__", "\\ud800", "dtype", "shape", "data_offsets")]
-PIECES = [*DTYPE_VALUES, *SHAPES[:20], *EMPTY_SHAPES, *OFFSETS, *KEYS, '"F16"', '"BOOL"', "", ",", "{", "}"]
-places = st.integers(0, 400)
-
-
-@given(
-    st.sampled_from(TAKEN),
-    st.lists(st.tuples(places, st.sampled_from(PIECES)), max_size=3),
-    st.sampled_from([0, 2, 4, 4, 4, 8]),
-    st.lists(st.tuples(places, st.integers(0, 255)), max_size=3),
-)
-@MORE
-def test_both_readers_agree_whatever_is_changed(
-    text: str, pieces: list[tuple[int, str]], nbytes: int, changes: list[tuple[int, int]]
-) -> None:
-    """Names and values first, then bytes."""
-    tokens = re.findall(r'"[^"]*"|\[[^\]]*\]|.', text, re.DOTALL)
-    for place, piece in pieces:
-        values = [number for number, token in enumerate(tokens) if len(token) > 1] or [0]
-        tokens[values[place % len(values)]] = piece
-    file = bytearray(with_header("".join(tokens).encode(), bytes(nbytes)))
-    assert_both_agree(bytes(file))
-    for at, value in changes:
-        file[at % len(file)] = value
-    assert_both_agree(bytes(file))
 
 
 def test_an_index_names_the_file_of_each_tensor_in_its_own_folder() -> None:

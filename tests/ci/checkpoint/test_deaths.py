@@ -49,13 +49,13 @@ def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
         if transport.rank == rank:
             savings[-1].wait()
         training.optimizer.exchange(b"")
-        if disk.is_dead(rank):
+        if rank in disk.dead:
             raise DiedError
         savings[-1].wait()
 
     with suppress(DiedError, CollectiveError):
         on_threads(2, program, timeout=PATIENT)
-    died = disk.is_dead(rank)
+    died = rank in disk.dead
     for saving in savings:
         saving.abandon("the test has killed a rank", 0)
     disk.revive(PATIENT)
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_at_any_call_leaves_what_the_next_run_needs(rank: int, 
     with pytest.MonkeyPatch.context() as patch:
         disk = Disk(patch, tmp_path)
         assert not died_at(disk, tmp_path / "whole", rank, None)
-        most = len(disk.of(rank))
+        most = sum(call.rank == rank for call in disk.calls)
     reference = {step: zero.open_checkpoint(step_folder(tmp_path / "whole", step)).content for step in (1, 2)}
     seen = set()
     for skip in range(0, most, DISTANCE):
@@ -121,7 +121,6 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
 
 
 def ends(group: Any, rank: int, folder: str, how: str) -> None:
-    """Leave the block, or die, on one rank while a save is under way. The other one writes what it has seen."""
     model = blocks()
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, process_group=group)
     ends_here = rank == (0 if how == "dies after the rename" else 1)
