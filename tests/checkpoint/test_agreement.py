@@ -78,9 +78,6 @@ def test_a_run_that_saves_after_every_step_sends_what_one_sends_that_never_saves
     assert entries(tmp_path / "True") == names(*range(steps))
 
 
-# -- waits -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_restore_waits_for_the_save_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
 ) -> None:

@@ -69,9 +69,6 @@ def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equ
         assert first == Counter(range(len(bucket.slots))), "each slot has one rank that writes its first element"
 
 
-# -- what is written ---------------------------------------------------------------------------------------------------
-
-
 SIZES = (1, PAGE - 1, 3 * SMALLEST_DIRECT, 5, 2 * SMALLEST_DIRECT + PAGE, 2 * PAGE + 7, SMALLEST_DIRECT, 100)
 
 
@@ -111,32 +108,19 @@ def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatc
         block_sums(writer.fragments["a"][:1] + writer.fragments["a"][2:], len(data), BLOCK_BYTES)
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
-
-
 def test_blocks_are_read_by_several_threads_and_by_one_where_none_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert threads_of_rank(1) >= 1
-    assert threads_of_rank(100_000) == 1
-    read: list[int] = []
-    together = threading.Barrier(3)
-
-    def one(block: int) -> None:
-        if block < 3:
-            together.wait(BOUND)
-        read.append(block)
+    read, together = list[int](), threading.Barrier(3)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    each_block(range(20), one, 3)
+    each_block(range(3), lambda block: (together.wait(BOUND), read.append(block)), 3)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    each_block(range(20, 25), read.append, 3)
-    assert sorted(read) == list(range(25))
-
-
-# -- how often, and how much -------------------------------------------------------------------------------------------
+    each_block(range(3, 7), read.append, 3)
+    assert sorted(read) == list(range(7))
+    assert threads_of_rank(100_000) == 1
 
 
 def trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:

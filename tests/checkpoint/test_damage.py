@@ -28,12 +28,14 @@ from .saved import (
     MODEL,
     OF_RANK,
     OPTIMIZER,
+    Payload,
     Training,
+    add_averages,
     edit_manifest,
     files_of,
     forge,
     rewrite_header,
-    save_trained,
+    save_small,
 )
 
 STATE, INDEX_OF_AVERAGES = "state.safetensors", "averages/ema/ema.safetensors.index.json"
@@ -48,7 +50,11 @@ EVERYTHING: tuple[Callable[[Checkpoint], Any], ...] = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_trained(tmp_path_factory.mktemp("checkpoints") / "whole")
+    path, training = tmp_path_factory.mktemp("checkpoints") / "whole", Training()
+    training.step(0)
+    save_small(path, training.optimizer)
+    add_averages(path, {"ema": {"a": torch.ones(3)}})
+    return path
 
 
 @pytest.fixture
@@ -61,9 +67,6 @@ def assert_broken(folder: Path, *named: str) -> None:
         open_checkpoint(folder).verify()
     for name in named:
         assert name in str(raised.value), (name, str(raised.value))
-
-
-# -- bits and bytes ----------------------------------------------------------------------------------------------------
 
 
 def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
@@ -91,9 +94,6 @@ def test_every_flipped_bit_is_found_and_named(copy: Path) -> None:
             assert_broken(copy, str(copy / path), *map(repr, tensors[:1] + tensors[-1:]))
             os.pwrite(file.fileno(), bytes([before]), bit // 8)
     open_checkpoint(copy).verify()
-
-
-# -- files -------------------------------------------------------------------------------------------------------------
 
 
 ADDED = [
@@ -142,9 +142,6 @@ def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, 
     assert not listed() - before
 
 
-# -- forgeries, whose checksums are right ------------------------------------------------------------------------------
-
-
 def opened_for(call: Callable[[Checkpoint], Any], folder: Path) -> tuple[set[str], str]:
     """Return the files that are opened for a call, as the kernel names them, and the text of its error."""
     found: set[str] = set()
@@ -162,14 +159,6 @@ def opened_for(call: Callable[[Checkpoint], Any], folder: Path) -> tuple[set[str
         except CheckpointError as error:
             return found, str(error)
     return found, ""
-
-
-class Payload:
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return os.mkdir, (str(self.path),)
 
 
 @pytest.mark.assumes("open")

@@ -162,9 +162,6 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     assert entries(tmp_path / "run") == [".lock"]
 
 
-# -- a save below the newest step, whose renames fail ------------------------------------------------------------------
-
-
 def fails_at(monkeypatch: pytest.MonkeyPatch, folder: Path, *left: int) -> list[int]:
     """Let renames in a folder fail: one after so many others, and one after so many again. Return what is to come."""
     rename, turns = files.rename, list(left)
@@ -201,9 +198,6 @@ def test_a_save_that_fails_sets_nothing_aside(goes_back: bool, tmp_path: Path, o
     assert complete_steps(tmp_path) == ([2, 8] if goes_back else [2, 4, 6])
     assert aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"] * goes_back
     assert len(entries(tmp_path)) == (5 if goes_back else 4), "and nothing else is left"
-
-
-# -- calls that fail although they are done, or whose folder is gone ---------------------------------------------------
 
 
 def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(

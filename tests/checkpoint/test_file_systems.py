@@ -105,9 +105,6 @@ def test_what_would_lose_data_is_one_error_on_every_rank_and_training_goes_on(na
     assert complete_steps(folder) == []
 
 
-# -- files that are written from their beginning to their end ----------------------------------------------------------
-
-
 @pytest.mark.usefixtures("heard")
 def test_what_a_rank_has_written_is_compared_when_the_files_are_put_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

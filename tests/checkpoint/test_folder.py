@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,12 @@ from zero.checkpoint.folder.directory import complete_steps, steps_in
 from zero.checkpoint.read.reader import Checkpoint
 from zero.commands.checkpoint.command import verify
 
+from ..support.errors import error_of
 from ..support.limits import PATIENT
 from ..support.warned import own
 from .saved import aside, break_one, entries, names, saved, step_folder, tree
 
 NONCE = "0123456789abcdef"
-
-
-# -- saves below the newest step ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.assumes("no warning")
@@ -82,9 +81,6 @@ def test_the_first_save_after_a_rollback_sets_aside_all_that_was_saved_after_the
     assert aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"], "8 was to be replaced"
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     with CheckpointManager(tmp_path, optimizer, max_to_keep=2, keep_period=4) as checkpoints:
         for step in range(1, 11):
@@ -132,9 +128,6 @@ def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, op
     assert {found.filename for found in own(warned)} == {__file__}
     assert set(before) <= set(tree(tmp_path))
     assert complete_steps(tmp_path) == [1, 2, 4]
-
-
-# -- what a dead run has left ------------------------------------------------------------------------------------------
 
 
 def left_under_way(folder: Path) -> Path:
@@ -212,31 +205,28 @@ def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path, optimizer: Zer
             checkpoints.restore(9)
 
 
-# -- a step that exists ------------------------------------------------------------------------------------------------
+PUTS: dict[str, Callable[[Path], object]] = {
+    "a file inside": lambda target: (target / "thesis.txt").write_text("mine"),
+    "a link inside": lambda target: (target / "model" / "config.json").symlink_to("/etc/hostname"),
+    "a link": lambda target: target.symlink_to(target.rename(target.parent.parent / "elsewhere")),
+    "a file": lambda target: (target.rename(target.parent.parent / "elsewhere"), target.write_text("mine")),
+    "no manifest": lambda target: (target / "checkpoint.json").unlink(),
+}
 
 
-@pytest.mark.parametrize("what", ["a file inside", "a link inside", "a link", "a file", "no manifest"])
+@pytest.mark.parametrize("what", PUTS)
 def test_only_a_checkpoint_is_replaced(what: str, tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     """Whatever its files are called; and a folder without files."""
     saved(tmp_path / "run", optimizer, 1)
     target = step_folder(tmp_path / "run", 1)
-    words = "step-00000001 is left, because it "
-    if what == "a file inside":
-        (target / "thesis.txt").write_text("mine")
-    elif what == "a link inside":
-        (target / "model" / "config.json").symlink_to("/etc/hostname")
-    elif what == "no manifest":
-        (target / "checkpoint.json").unlink()
+    PUTS[what](target)
+    before, words = tree(tmp_path), "step-00000001 is left, because it "
+    if what == "no manifest":
         words = "step-00000001 is no checkpoint, since it has no checkpoint.json: save elsewhere"
-    else:
-        target.rename(tmp_path / "elsewhere")
-        target.symlink_to(tmp_path / "elsewhere") if what == "a link" else target.write_text("mine")
-    before = tree(tmp_path)
-    if what != "no manifest":  # as of a run that has died
-        with CheckpointManager(tmp_path / "run", optimizer) as checkpoints, pytest.raises(FileExistsError, match=words):
-            checkpoints.save(1, overwrite=True)
-    with pytest.raises(FileExistsError, match=words):
-        zero.save(target, optimizer, overwrite=True)
+    else:  # as of a run that has died
+        with CheckpointManager(tmp_path / "run", optimizer) as checkpoints:
+            assert words in error_of(checkpoints.save, 1, overwrite=True)
+    assert words in error_of(zero.save, target, optimizer, overwrite=True)
     assert tree(tmp_path) == before
     (tmp_path / "empty").mkdir()
     zero.save(tmp_path / "empty", optimizer, overwrite=True)

@@ -108,9 +108,6 @@ def test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_t
         assert (tmp_path / LEASE).read_text() == text
 
 
-# -- a lock that is lost -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.assumes("flock")
 @pytest.mark.filterwarnings("ignore:.*where no file can be locked")
 @pytest.mark.parametrize("row", [".lock replaced", ".lock removed", ".lease replaced", ".lease removed"])

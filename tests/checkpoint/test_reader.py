@@ -181,9 +181,6 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "runs")
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
-
-
 def test_averages_come_back_by_name_and_an_export_has_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those without a count, as imported ones, are those of one update: the next one has half the weight."""
     model = nn.Linear(3, 1)
@@ -218,9 +215,6 @@ def test_averages_need_the_name_of_a_folder() -> None:
     assert averages_folder("a" * 100) == "averages/" + "a" * 100
     paths = ["averages/b/x", "averages/b/y", "averages/a/x", "averages/file", "averages/c/d/x", "model/averages/x"]
     assert averages_in(paths) == ["a", "b"]
-
-
-# -- the recipe of `zero/checkpoint/README.md` -------------------------------------------------------------------------
 
 
 RECIPE = blocks_of((Path(zero.__file__).parent / "checkpoint" / "README.md").read_text())["From plain dicts"]

@@ -180,9 +180,6 @@ def test_the_first_backward_of_a_process_is_one(tmp_path: Path, monkeypatch: pyt
     assert_in_order(IN_BACKWARD, error_of(at.backward, 1))
 
 
-# -- folders that cannot be used ---------------------------------------------------------------------------------------
-
-
 def test_a_folder_that_a_rank_cannot_use_names_it_and_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk, run = Disk(monkeypatch, tmp_path), tmp_path / "run"
 

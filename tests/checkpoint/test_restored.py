@@ -99,9 +99,6 @@ def test_a_parameter_without_saved_states_begins_anew_over_the_states_it_had(tmp
     assert_same_model(model, plain)
 
 
-# -- what each rank has ------------------------------------------------------------------------------------------------
-
-
 def draws() -> tuple[list[float], float, float]:
     return torch.rand(3).tolist(), float(np.random.rand()), random.random()
 
@@ -148,9 +145,6 @@ def test_each_rank_has_its_own_state_back_or_one_made_from_all(tmp_path: Path) -
     on_threads(3, write)
     assert on_threads(3, read) == [10, 11, 12]
     assert on_threads(2, lambda transport: read(transport, reshard)) == [[10, 12], [11]]
-
-
-# -- what cannot be saved ----------------------------------------------------------------------------------------------
 
 
 class Extra(nn.Linear):
@@ -204,9 +198,6 @@ def test_an_option_or_a_state_that_no_restore_would_find_is_refused(tmp_path: Pa
         assert_in_order(words, error_of(save, tmp_path / "saved", optimizer))
         del optimizer.param_groups[0][name]
     assert list(tmp_path.iterdir()) == []
-
-
-# -- what cannot be restored -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

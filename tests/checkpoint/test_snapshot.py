@@ -102,10 +102,6 @@ def resets_states(training: Training, number: int) -> None:
     training.step(number)
 
 
-def changes_the_mode(training: Training, number: int) -> None:
-    getattr(training.optimizer, ("train", "eval")[number % 2])()
-
-
 def does_all_on_disk(training: Training, number: int) -> None:
     (Training.step, edits_in_place, loads_a_dict)[number % 3](training, number)
 
@@ -145,7 +141,7 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
     "load_state_dict": (loads_a_dict, 3, 2, [0, 6], {}),
     "states edited": (edits_states, 2, 2, [0, 6], {}),
     "states reset": (resets_states, 1, 2, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
-    "modes": (changes_the_mode, 1, 2, [0, 6], {"cls": ScheduleFree}),
+    "modes": (lambda at, n: getattr(at.optimizer, ("train", "eval")[n % 2])(), 1, 2, [0, 6], {"cls": ScheduleFree}),
     "states on disk": (does_all_on_disk, 1, 2, [0, 0, 0, 4], ON_DISK),
     "bf16 on disk": (does_all_on_disk, 3, 2, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
     "layouts": (changes_layouts, 2, 2, ANEW, {}),
@@ -167,9 +163,6 @@ def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
         committed_is_saved(tmp_path, taker, Training(transport, stage, **arguments), follows, counts)
 
     on_threads(world_size, program)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> None:

@@ -120,8 +120,6 @@ def test_a_tensor_subclass_is_rebuilt_by_its_class_from_what_it_wraps() -> None:
     assert same(one, rebuilt(one, torch.clone))
 
 
-# -- what cannot be saved ----------------------------------------------------------------------------------------------
-
 Point = namedtuple("Point", "x y")
 
 
@@ -189,8 +187,6 @@ def test_what_cannot_be_saved_is_an_error_that_names_its_place() -> None:
         with pytest.raises(TypeError, match=why):
             encode_states(states, "state", taken=["m.0"])
 
-
-# -- what cannot be read -----------------------------------------------------------------------------------------------
 
 ONE = {"dtype": "F32", "shape": [1], "data": "AACAPw=="}
 SUBCLASS: dict[str, Any] = {

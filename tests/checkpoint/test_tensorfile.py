@@ -71,9 +71,6 @@ def test_a_header_that_no_reader_takes_cannot_be_written(monkeypatch: pytest.Mon
         header_bytes([], {"a": "a" * 4100})
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
-
-
 def entry(dtype: str = '"F32"', shape: str = "[1]", offsets: str = "[0,4]", more: str = "") -> str:
     return f'{{"dtype":{dtype},"shape":{shape},"data_offsets":{offsets}{more}}}'
 

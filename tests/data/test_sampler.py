@@ -159,9 +159,6 @@ def test_every_pair_of_seed_and_epoch_has_an_order_of_its_own_that_stays_as_it_w
     assert len(orders) == 64
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(())

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import zero
-from collectives import Transport, on_threads, solo
+from collectives import Transport, on_threads
 from zero import ShardedAverage, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model
+from ..support.plain import assert_same_bits
 from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side
 from .training import average_of, same, train, values
@@ -44,20 +44,6 @@ def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, s
         return values(average)
 
     same(loop, world_size, stage)
-
-
-@pytest.mark.parametrize("stage", rows([3], [0]))
-def test_an_optimizer_that_is_closed_in_inference_mode_leaves_a_plain_model(stage: int) -> None:
-    model, expected = locked_build(0), locked_build(0)
-    with torch.inference_mode(), torch.device("meta"):
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=solo(), lr=0.1)
-        ShardedAverage(optimizer).update_parameters()
-        optimizer.close()
-    for each in (model, expected):
-        sgd = torch.optim.SGD(each.parameters(), lr=0.1)
-        odd_loss(each, odd_batches(1)[0]).backward()
-        sgd.step()
-    assert_same_model(model, expected)
 
 
 @pytest.mark.parametrize("stage", rows([1], [3]))

@@ -73,9 +73,6 @@ def test_what_goes_to_the_host_and_comes_back_has_the_plain_loops_bits(changes: 
     run(config_with({"world_size": 2, **changes}), *LENDS)
 
 
-# -- between the two calls ---------------------------------------------------------------------------------------------
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         odd_loss(model, odd_batches(1, step)[0]).backward()
@@ -145,9 +142,6 @@ def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
         assert "offload(): offload: 7 bytes of the host's memory cannot be pinned" in no_host
         assert "reload(): rank 1: 7 bytes are missing; all is on the host still" in no_device
         same_as_plain(model, range(2))
-
-
-# -- what moves --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -117,9 +117,6 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
     assert entries(tmp_path / "run") == names(*([1] if row == "saved over" else [])), "and nothing else is left"
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 def ends(group: Any, rank: int, folder: str, how: str) -> None:
     model = blocks()
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, process_group=group)

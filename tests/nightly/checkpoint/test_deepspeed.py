@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero
 from zero import ZeroOptimizer
 
+from ...checkpoint.saved import Payload
 from ...support.launched import launch
 from ...support.loops import blocks_of, seeded
 from ...support.plain import assert_same_bits, assert_same_states
@@ -137,16 +138,6 @@ def test_what_deepspeed_writes_is_read_with_the_bits_that_it_reports(tmp_path: P
                 assert_same_bits(state[key], expected[key][name], f"{case}, {key} of {name}")
 
 
-class RunsCode:
-    """An object that would make a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
-
-
 def forged(folder: Path) -> Path:
     """Write a folder in the form of stage 1, on one rank, and return its tag's."""
     inside = folder / "tag"
@@ -190,7 +181,7 @@ def test_what_cannot_be_read_is_refused_and_runs_no_code(tmp_path: Path) -> None
     of_model, of_rank = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for name in (of_model, of_rank):
         kept = torch.load(inside / name, weights_only=True)
-        torch.save({**kept, "client": RunsCode(tmp_path / "ran")}, inside / name)
+        torch.save({**kept, "client": Payload(tmp_path / "ran")}, inside / name)
         with pytest.raises(ValueError, match=f"{name} is damaged, or holds objects that only unpickling makes, which"):
             reader()(tmp_path)
         assert not (tmp_path / "ran").exists()
