@@ -34,6 +34,7 @@ from zero.core.buckets import build
 from zero.core.layout import Dtypes, Layout, ParameterSpec
 from zero.core.stage import STAGES, Placement
 
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_value
 from .saved import BLOCK, MODEL, OPTIMIZER, plain_dict, save_small
@@ -104,8 +105,14 @@ def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatc
         writer.close()
     assert (tmp_path / "a").read_bytes() == data
     assert block_sums(writer.fragments["a"], len(data), BLOCK_BYTES) == [zlib.crc32(data)]
-    with pytest.raises(ValueError, match="bytes 1 to 4096 were not written"):
-        block_sums(writer.fragments["a"][:1] + writer.fragments["a"][2:], len(data), BLOCK_BYTES)
+    first, second, *rest = writer.fragments["a"]
+    for wrong, block_bytes, why in (
+        ([first, *rest], BLOCK_BYTES, "bytes 1 to 4096 were not written"),
+        ([first, second, second, *rest], BLOCK_BYTES, "bytes 1 to 4096 were written twice"),
+        ([first, second], BLOCK_BYTES, "4096 bytes were written instead of"),
+        ([first, second, *rest], 100, "the fragment at byte 1 crosses a border"),
+    ):
+        assert why in error_of(block_sums, wrong, len(data), block_bytes)
 
 
 def test_blocks_are_read_by_several_threads_and_by_one_where_none_can_be_started(
@@ -116,7 +123,11 @@ def test_blocks_are_read_by_several_threads_and_by_one_where_none_can_be_started
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    each_block(range(3), lambda block: (together.wait(BOUND), read.append(block)), 3)
+    def one(block: int) -> None:
+        together.wait(BOUND)
+        read.append(block)
+
+    each_block(range(3), one, 3)
     monkeypatch.setattr(threading.Thread, "start", refuse)
     each_block(range(3, 7), read.append, 3)
     assert sorted(read) == list(range(7))
