@@ -1,8 +1,5 @@
 """File systems that lack something: a shim between `zero.checkpoint.files` and the kernel.
 
-With the name of one in the environment variable `VARIABLE`, the tests of this folder run on it, but for those that are
-about what it lacks.
-
 Knows: which system calls fail there, and how. Does not know: checkpoints.
 """
 
@@ -21,7 +18,6 @@ import pytest
 
 from zero.checkpoint import files
 
-VARIABLE = "ZERO_TEST_FILE_SYSTEM"  # of the environment, with the name of one of `FILE_SYSTEMS`
 ENOTSUPP = 524  # of the kernel, which NFS lets out
 Call = Callable[..., Any]
 

@@ -124,7 +124,6 @@ class Clock:
         self._script(self.now)
 
 
-@pytest.mark.assumes("pwrite")
 def test_a_rank_waits_as_long_as_the_others_write_and_no_longer_once_it_knows_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,7 +371,6 @@ def test_a_folder_that_a_rank_cannot_use_names_it_and_its_host(tmp_path: Path, m
     assert entries(run) == [".lock"]
 
 
-@pytest.mark.assumes("pwrite")
 def test_a_folder_that_loses_what_a_rank_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_at = files.write_at
     loses = lambda n, data, at: None if at == 3 and len(data) == 1 else write_at(n, data, at)  # noqa: E731

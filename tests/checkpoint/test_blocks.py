@@ -73,7 +73,6 @@ def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equ
 SIZES = (1, PAGE - 1, 3 * SMALLEST_DIRECT, 5, 2 * SMALLEST_DIRECT + PAGE, 2 * PAGE + 7, SMALLEST_DIRECT, 100)
 
 
-@pytest.mark.assumes("pwrite")
 @pytest.mark.parametrize("how", ["direct", "refused", "impossible"])
 def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``refused``: a file system opens a file for direct writes and takes none of them."""

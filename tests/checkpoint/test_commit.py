@@ -102,7 +102,6 @@ def check(run: Path, allowed: list[Steps], aside: list[int], where: str) -> None
 
 
 @pytest.mark.first(1)
-@pytest.mark.assumes("flock", "fsync")
 @pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
 @pytest.mark.parametrize("name", without(SCENARIOS, "replaced", "went-back"))
 def test_after_any_crash_the_steps_are_those_before_or_after_the_save(name: str, tmp_path: Path) -> None:
@@ -147,7 +146,6 @@ def test_after_any_crash_the_steps_are_those_before_or_after_the_save(name: str,
             check(left / "run", allowed, aside, where)
 
 
-@pytest.mark.assumes("fsync", "pwrite")
 def test_every_rank_syncs_the_rename_before_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files are synced also when no thread can be started."""
     disk = Disk(monkeypatch, tmp_path)

@@ -161,7 +161,6 @@ def opened_for(call: Callable[[Checkpoint], Any], folder: Path) -> tuple[set[str
     return found, ""
 
 
-@pytest.mark.assumes("open")
 @pytest.mark.parametrize("path", [MODEL, OPTIMIZER, INDEX, STATE, OF_RANK, NAME])
 def test_a_pickle_is_never_unpickled_and_no_link_is_entered(copy: Path, path: str) -> None:
     marker, whole = copy.parent / "was unpickled", (copy / path).read_bytes()

@@ -94,7 +94,6 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.first(8)
-@pytest.mark.assumes("posix_fallocate", "pwrite", "fsync")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one_is_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -253,6 +252,7 @@ def saves(folder: Path, transport: Transport) -> list[str]:
     with CheckpointManager(folder / "run", training.optimizer, max_to_keep=2) as checkpoints:
         for step in (1, 2, 3):
             found.append(checkpoints.save(step, {"step": step}, blocking=step == 2).result(PATIENT))
+        assert checkpoints.save(3, {"step": 3}, overwrite=True, blocking=True).result() == found[-1]
     found.append(zero.save(folder / "above" / "saved", training.optimizer).result())
     return [*found, training.optimizer.check_replicas()]
 
@@ -336,7 +336,6 @@ def test_what_a_rank_has_written_is_compared_when_the_files_are_put_together(
     assert entries(tmp_path) == []
 
 
-@pytest.mark.assumes("pwrite", "no warning")
 def test_one_rank_that_cannot_write_in_place_is_enough_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts may have mounted a file system differently. Rank 0 warns."""
     disk, write_at, warned = Disk(monkeypatch, tmp_path), files.write_at, list[int]()

@@ -33,7 +33,6 @@ from .saved import Training, aside, break_one, entries, names, saved, step_folde
 NONCE = "0123456789abcdef"
 
 
-@pytest.mark.assumes("no warning")
 def test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_aside_by_name(
     tmp_path: Path, optimizer: ZeroOptimizer
 ) -> None:
@@ -152,7 +151,6 @@ def left_under_way(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.assumes("no warning")
 def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path, optimizer, 1, 2, 3)
     left_under_way(tmp_path / f".tmp-step-00000009-{NONCE}")
@@ -329,7 +327,6 @@ def test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_t
         assert (tmp_path / LEASE).read_text() == text
 
 
-@pytest.mark.assumes("flock")
 @pytest.mark.filterwarnings("ignore:.*where no file can be locked")
 @pytest.mark.parametrize("row", [".lock replaced", ".lock removed", ".lease replaced", ".lease removed"])
 def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
