@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import manager, single
-from zero.checkpoint.folder.directory import LEASE, check_visible
+from zero.checkpoint.folder.directory import check_visible
 from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest, index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
@@ -106,8 +106,7 @@ def names(*steps: int) -> list[str]:
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names in a folder, but for the file that stands for a lock on some file systems."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != LEASE)
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 def aside(folder: Path) -> list[str]:

@@ -25,8 +25,7 @@ from ..support.errors import warned as told
 from ..support.limits import PATIENT
 from ..support.rows import only
 from ..support.warned import own
-from .disk import ERRORS, Call, Disk
-from .file_systems import FILE_SYSTEMS, not_at_the_end
+from .disk import ERRORS, FILE_SYSTEMS, Call, Disk, not_at_the_end
 from .saved import Training, aside, entries, names, saved, step_folder
 
 WORLD = 2

@@ -27,7 +27,7 @@ from ..support.errors import error_of
 from ..support.limits import PATIENT
 from ..support.parts import parts_of
 from ..support.warned import own
-from .file_systems import FILE_SYSTEMS
+from .disk import FILE_SYSTEMS
 from .saved import Training, aside, break_one, entries, names, saved, step_folder, tree
 
 NONCE = "0123456789abcdef"

@@ -1,6 +1,6 @@
-"""What is committed is the state at the save, whatever was before and follows, at any speed of the disk.
+"""What is committed is the state at the save, at any speed of the disk, and every topology writes the same bytes.
 
-Every checkpoint here is compared with one that `zero.save` has written before training went on, without the plan of an
+What follows a save is compared with what `zero.save` has written before training went on, without the plan of an
 earlier save: its content, which names every byte of every file, each rank's own file, and what its manifest says.
 """
 
@@ -20,8 +20,16 @@ from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
 from zero.checkpoint.write.save_thread import Saving
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.limits import PATIENT
+from ..support.machine.hosts import ThreadsOnHosts
+from ..support.machine.program import FOLDER, Consolidate, Describe, Load, Setting
+from ..support.machine.run import run
+from ..support.machine.trees import Part
+from ..support.programs import BY_PARAMETER
 from ..support.rows import only
+from ..support.shampoo import Rotated
 from ..support.two_modes import ScheduleFree
 from .saved import Taker, Training, plain_dict, small_blocks
 
@@ -181,3 +189,28 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
             sizes.append(sum(live_storages().values()))
     # the caller's tensor alone has 400,000 bytes; a step makes small states, and what ran before may still be freed
     assert max(sizes[1:]) - sizes[0] < 10_000
+
+
+SETTINGS = (Setting(3, 3), Setting(0, 1), Setting(3, 2, sharding_factor=1, units="inside units"))
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "nadam": {"optimizer": "nadam"},
+    "fp16 sgd": {"optimizer": "sgd momentum", "precision": "fp16"},
+    "by kind": {"precision": "by kind"},
+    "bf16 adagrad, accelerated": {"optimizer": "adagrad", "precision": "bf16"},
+    "strides": {"optimizer": "rotated", "parts": (Part("linear", 5), Part("matrix"), Part("turned"), Part("norm"))},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_topology_writes_the_same_bytes_and_training_goes_on(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator, shards without parameters lie beside their master weights. Strides of states change bits."""
+    monkeypatch.setitem(BY_PARAMETER, "rotated", (Rotated, {}))
+    if "accelerated" in name:
+        request.getfixturevalue("accelerated")
+    commands: list[Any] = [*steps(2)]
+    for setting in SETTINGS:
+        way = {} if name == "strides" and setting.stage == 0 else {"folder": FOLDER}
+        commands += [Load(setting, **way), Consolidate(0), *steps(1, 60), Describe(exact=True)]
+    run(config_with({"stage": 2, "world_size": 2, **PROGRAMS[name]}), *commands, backend=ThreadsOnHosts())
