@@ -205,7 +205,6 @@ class Taker:
         self._changed = threading.Condition()
         self._allowed: dict[int, float] = {}
         self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
-        self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
         take = capture.Snapshot.take
 
         def wrapped(this: capture.Snapshot, chunk: Chunk, out: Tensor) -> None:
@@ -217,8 +216,6 @@ class Taker:
             with self._changed:
                 may = self._changed.wait_for(lambda: self.taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
                 assert may, "never released"
-            buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
-            self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
             with self._changed:
                 self.taken[rank] += 1
@@ -227,6 +224,7 @@ class Taker:
         monkeypatch.setattr(capture.Snapshot, "take", wrapped)
 
     def begin(self, rank: int, count: float) -> None:
+        """Begin to count anew, and allow a rank so many chunks."""
         with self._changed:
             self._allowed[rank], self.taken[rank] = count, 0
 
@@ -239,8 +237,3 @@ class Taker:
         with self._changed:
             done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
             assert done, f"rank {rank} has taken {self.taken[rank]} chunks"
-
-    def one_of_each_bucket(self, rank: int) -> list[int]:
-        """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
-        taken = self._buckets[rank][-self.taken[rank] :]
-        return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]

@@ -34,51 +34,13 @@ from ..support.two_modes import ScheduleFree
 from .saved import Taker, Training, plain_dict, small_blocks
 
 ALL = 10**6
+MANY = [0, 1, 2, 4, 8, 12, 16, 24, ALL]
 
 
 @pytest.fixture
 def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
     small_blocks(monkeypatch, 1024)
     return Taker(monkeypatch)
-
-
-def committed_is_saved(
-    folder: Path,
-    taker: Taker,
-    training: Training,
-    follows: Callable[[Training, int], None],
-    counts: Sequence[int] = (),
-) -> None:
-    """Save again and again while the thread may take so many chunks, and let ``follows`` change everything.
-
-    ``counts``: how many it may take; by default so many that of each bucket the disk has taken none, one, and all.
-    """
-    rank = training.rank
-    mine_alone = f"ranks/rank-{rank:05d}.safetensors"
-    training.step(0)
-    with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
-        taker.begin(rank, ALL)
-        checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank}).result(PATIENT)
-        total = taker.taken[rank]
-        assert total > 8
-        counts = counts or [0, 1, *taker.one_of_each_bucket(rank), ALL]
-        most = max(int(data) for data in training.optimizer.exchange(str(len(counts)).encode()))
-        counts = [*counts, *[ALL] * most][:most]
-        for number, count in enumerate(counts, start=1):
-            path = folder / f"blocking-{number}"
-            state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
-            anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
-            taker.begin(rank, count)
-            saving = checkpoints.save(number, state, {"rank": rank})
-            state["t"].fill_(-1)
-            taker.wait_until(rank, min(count, total))
-            follows(training, number)
-            taker.release(rank)
-            assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
-            mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
-            for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
-                assert getattr(mine, name) == getattr(theirs, name), name
-            assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
 
 
 def edits_in_place(training: Training, number: int) -> None:
@@ -141,10 +103,10 @@ ON_DISK = {"offload": "states"}
 IN_BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)}
 ANEW = [0] * (len(LAYOUTS) + 3)
 EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int], dict[str, Any]]] = {
-    "steps": (Training.step, 1, 3, [], {}),
-    "steps at stage 0": (Training.step, 0, 2, [], {}),
-    "steps of one rank": (Training.step, 2, 1, [], {}),
-    "steps at stage 3": (Training.step, 3, 2, [], {}),
+    "steps": (Training.step, 1, 3, MANY, {}),
+    "steps at stage 0": (Training.step, 0, 2, MANY, {}),
+    "steps of one rank": (Training.step, 2, 1, MANY, {}),
+    "steps at stage 3": (Training.step, 3, 2, MANY, {}),
     "edits in gathered": (edits_in_place, 3, 2, [0, 6], {}),
     "load_state_dict": (loads_a_dict, 3, 2, [0, 6], {}),
     "states edited": (edits_states, 2, 2, [0, 6], {}),
@@ -161,14 +123,36 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:
-    """Of which the disk has taken none, one, some or all."""
+    """Of which the disk has taken none, one, some or all chunks of a rank when it follows."""
     follows, stage, world_size, counts, arguments = EVENTS[event]
     if "offload" in arguments:
         (tmp_path / "states").mkdir()
         arguments = {**arguments, "offload": Offload(states=tmp_path / "states")}
 
     def program(transport: Transport) -> None:
-        committed_is_saved(tmp_path, taker, Training(transport, stage, **arguments), follows, counts)
+        training, rank = Training(transport, stage, **arguments), transport.rank
+        mine_alone = f"ranks/rank-{rank:05d}.safetensors"
+        training.step(0)
+        with CheckpointManager(tmp_path / "asynchronous", training.optimizer) as checkpoints:
+            taker.begin(rank, ALL)
+            checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank}).result(PATIENT)
+            total = taker.taken[rank]
+            assert total > 8
+            for number, count in enumerate(counts, start=1):
+                path = tmp_path / f"blocking-{number}"
+                state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
+                anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
+                taker.begin(rank, count)
+                saving = checkpoints.save(number, state, {"rank": rank})
+                state["t"].fill_(-1)
+                taker.wait_until(rank, min(count, total))
+                follows(training, number)
+                taker.release(rank)
+                assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
+                mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
+                for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
+                    assert getattr(mine, name) == getattr(theirs, name), name
+                assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
 
     on_threads(world_size, program)
 
