@@ -14,7 +14,6 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero import CheckpointManager, ZeroOptimizer
-from zero.checkpoint import manager, single
 from zero.checkpoint.folder.directory import check_visible
 from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest, index_file
@@ -187,15 +185,6 @@ def manifest_text(found: dict[str, Any]) -> bytes:
     """Return these keys as a manifest has them: a line for each."""
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items()]
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-
-
-# -- a save under way --------------------------------------------------------------------------------------------------
-
-
-def small_blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Let checkpoints have small blocks, so that small models have many chunks."""
-    for module in (manager, single):
-        monkeypatch.setattr(module, "SaveRequest", partial(SaveRequest, block_bytes=nbytes))
 
 
 class Taker:

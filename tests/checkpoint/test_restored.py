@@ -27,7 +27,7 @@ from ..support.pool import GlooPool
 from ..support.quantised import assert_same_qlora, qlora
 from ..support.rows import rows
 from ..support.warned import own
-from .saved import MODEL, Training, plain_dict, small_blocks, step_folder, train
+from .saved import MODEL, Training, plain_dict, step_folder, train
 
 
 def grouped(transport: Transport, stage: int, seed: int) -> tuple[ZeroOptimizer, Any, Callable[[], Any]]:
@@ -211,9 +211,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 training.step(step)
                 checkpoints.save(step, {"n": step}, {"rank": transport.rank}, blocking=True)
 
-    with pytest.MonkeyPatch.context() as patch:
-        small_blocks(patch, 4096)
-        on_threads(3, program)
+    on_threads(3, program)
     return folder
 
 

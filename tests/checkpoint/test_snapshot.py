@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
+from zero.checkpoint import manager, single
 from zero.checkpoint.write.save_thread import Saving
+from zero.checkpoint.write.saver import SaveRequest
 
 from ..dials.loops import steps
 from ..dials.record import config_with
@@ -31,7 +34,7 @@ from ..support.programs import BY_PARAMETER
 from ..support.rows import only
 from ..support.shampoo import Rotated
 from ..support.two_modes import ScheduleFree
-from .saved import Taker, Training, plain_dict, small_blocks
+from .saved import Taker, Training, plain_dict
 
 ALL = 10**6
 MANY = [0, 1, 2, 4, 8, 12, 16, 24, ALL]
@@ -39,7 +42,9 @@ MANY = [0, 1, 2, 4, 8, 12, 16, 24, ALL]
 
 @pytest.fixture
 def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
-    small_blocks(monkeypatch, 1024)
+    """Let checkpoints have small blocks, so that small models have many chunks."""
+    for module in (manager, single):
+        monkeypatch.setattr(module, "SaveRequest", partial(SaveRequest, block_bytes=1024))
     return Taker(monkeypatch)
 
 
