@@ -289,16 +289,8 @@ def of_a_folder(number: int) -> bool:
     return stat.S_ISDIR(os.fstat(number).st_mode)
 
 
-def of_a_file(number: int) -> bool:
-    return not of_a_folder(number)
-
-
 def not_at_the_end(number: int, data: Any, offset: int) -> bool:
     return offset != os.fstat(number).st_size
-
-
-def renames_a_folder(source: Path, _: Path) -> bool:
-    return source.is_dir()
 
 
 def writes_again(path: Path | str, flags: int, *_: Any, dir_fd: int | None = None) -> bool:
@@ -356,9 +348,11 @@ FILE_SYSTEMS = {
         "where no file can be locked|cannot put the entries of a folder|from its beginning to its end alone",
     ),
     "no rename": FileSystem({"rename": always}, USUAL, error="this file system cannot rename"),
-    "no rename of folders": FileSystem({"rename": renames_a_folder}, USUAL, error="this file system cannot rename"),
+    "no rename of folders": FileSystem(
+        {"rename": lambda source, _: source.is_dir()}, USUAL, error="this file system cannot rename"
+    ),
     "no fsync of files": FileSystem(
-        {"fsync": of_a_file}, USUAL, error="this file system cannot put a file on the disk"
+        {"fsync": lambda number: not of_a_folder(number)}, USUAL, error="this file system cannot put a file on the disk"
     ),
     "no folders": FileSystem({"mkdir": always}, USUAL, error="this file system cannot make folders"),
     "no removal": FileSystem({"unlink": always}, USUAL, error="this file system cannot remove files"),

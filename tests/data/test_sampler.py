@@ -43,9 +43,9 @@ class Case:
     def ranks(self, world: int) -> list[MicroBatchSampler]:
         return [self.rank(rank, world) for rank in range(world)]
 
-    def plain(self, epoch: int = 0, start: int = 0) -> list[list[int]]:
+    def plain(self, epoch: int) -> list[list[int]]:
         sampler = self.rank()
-        sampler.set_epoch(epoch, start)
+        sampler.set_epoch(epoch)
         return list(sampler)
 
 
