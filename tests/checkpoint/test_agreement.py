@@ -195,28 +195,25 @@ def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytes
 
 
 class At(Training):
-    """A rank, with a folder and its manager, before a call that is refused."""
+    """A rank, with a folder and its manager, before a call that is refused: of rank 1, if arguments are given."""
 
     def __init__(self, transport: Transport, stage: int, folder: Path) -> None:
         super().__init__(transport, stage)
-        self.transport = transport
-        self.folder, self.checkpoints = folder, CheckpointManager(folder / "run", self.optimizer)
+        self.transport, self.folder = transport, folder
+        self.checkpoints = CheckpointManager(folder / "run", self.optimizer)
 
-    def save(self, **of_rank_1: Any) -> None:
-        self.checkpoints.save(**{"step": 1, **(of_rank_1 if self.rank else {})})
+    def save(self, **own: Any) -> None:
+        self.checkpoints.save(**{"step": 1, **(own if self.rank else {})})
 
-    def saves(self, key: str, *values: Any) -> None:
-        self.checkpoints.save(**{"step": 1, key: values[self.rank]})
+    def states(self, *of_ranks: Any) -> None:
+        self.checkpoints.save(1, {"s": of_ranks[self.rank], "same": torch.ones(2)})
 
-    def one(self, name: str = "saved", assets: str | None = None, **of_rank_1: Any) -> None:
-        given = {**of_rank_1, "assets": assets and self.folder / assets}
-        zero.save(self.folder / (name if self.rank else "saved"), self.optimizer, **(given if self.rank else {}))
+    def one(self, name: str = "saved", **own: Any) -> None:
+        zero.save(self.folder / (name if self.rank else "saved"), self.optimizer, **(own if self.rank else {}))
 
-    def manager(self, name: str = "other", **of_rank_1: Any) -> None:
-        path = name and self.folder / name
-        CheckpointManager(
-            path if self.rank else self.folder / "other", self.optimizer, **(of_rank_1 if self.rank else {})
-        )
+    def manager(self, name: str = "other", **own: Any) -> None:
+        path = self.folder / (name if self.rank else "other")
+        CheckpointManager(path, self.optimizer, **(own if self.rank else {}))
 
     def within(self, block: Any, call: Callable[[], object] | None = None) -> None:
         with block:
@@ -232,11 +229,6 @@ def named_metadata(at: At) -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
     zero.save(at.folder / "saved", ZeroOptimizer(model, torch.optim.SGD, process_group=at.transport))
-
-
-def states(*of_ranks: Any) -> tuple[str, Any, Any]:
-    first, second = ({"s": value, "same": torch.ones(2)} for value in of_ranks)
-    return "state", first, second
 
 
 IN_FORWARD = "save() … inside gathered() or inside a forward: leave it first"
@@ -268,10 +260,10 @@ ALL: list[Row] = [
     *MOMENTS,
     (lambda at: at.save(step=2), "the step is 2 on rank 1 (host … but 1 on rank 0"),
     (lambda at: at.save(overwrite=True), "overwrite is True on rank 1 … but False on rank 0"),
-    (lambda at: at.saves(*states({"last": 0}, {"last": 1})), f"{DIFFERS} … belongs in rank_state"),
-    (lambda at: at.saves(*states(torch.zeros(2), torch.tensor([0.0, -0.0]))), DIFFERS),
-    (lambda at: at.saves(*states([0.5, 0.0], [0.5, -0.0])), DIFFERS),
-    (lambda at: at.saves(*states({"a": [], "b": [0.5]}, {"a": [0.5], "b": []})), DIFFERS),
+    (lambda at: at.states({"last": 0}, {"last": 1}), f"{DIFFERS} … belongs in rank_state"),
+    (lambda at: at.states(torch.zeros(2), torch.tensor([0.0, -0.0])), DIFFERS),
+    (lambda at: at.states([0.5, 0.0], [0.5, -0.0]), DIFFERS),
+    (lambda at: at.states({"a": [], "b": [0.5]}, {"a": [0.5], "b": []}), DIFFERS),
     (lambda at: at.save(state={"s": 1}), DIFFERS),
     (lambda at: at.save(state={"s": {"f": [print]}}), "state['s']['f'][0] is a function"),
     (lambda at: at.save(rank_state={"f": {1, 2}}), "rank_state … 'f' … is a set"),
@@ -281,14 +273,17 @@ ALL: list[Row] = [
     (lambda at: at.manager(max_to_keep=0), "max_to_keep is 0: it must be at least 1, or None"),
     (lambda at: at.manager(max_to_keep=""), "max_to_keep is '': it must be at least 1, or None"),
     (lambda at: at.manager(keep_period=0), "keep_period is 0: it must be at least 1, or None"),
-    (lambda at: at.manager(""), "rank 1: directory is empty: name a folder"),
+    (
+        lambda at: CheckpointManager("" if at.rank else at.folder / "other", at.optimizer),
+        "rank 1: directory is empty: name a folder",
+    ),
     (lambda at: at.manager(max_shard_size="many"), NO_NUMBER),
     (lambda at: at.manager(max_shard_size=0), NO_NUMBER),
     (lambda at: at.one(max_shard_size="0GB"), NO_NUMBER),
     *((lambda at, step=step: at.one(step=step), "step must be ") for step in (-1, 1.0, True, 2**63)),
     *((lambda at, n=n: at.one(n), "which no checkpoint can have as its name: name a folder") for n in ("/", "..")),
-    *((lambda at, n=n: at.one(assets=n), "cannot be the name of a file of a") for n in ("back", "bytes")),
-    (lambda at: at.one(assets="missing"), "/missing': name a folder that exists"),
+    *((lambda at, n=n: at.one(assets=at.folder / n), "cannot be the name of a file of a") for n in ("back", "bytes")),
+    (lambda at: at.one(assets=at.folder / "missing"), "/missing': name a folder that exists"),
     (lambda at: at.one(assets=""), "assets is '': name a folder that exists"),
     (named_metadata, "of the name '__metadata__', which a safetensors file keeps"),
     (
