@@ -39,10 +39,9 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @dataclass(frozen=True)
 class Call:
-    """A call. ``in_thread``: it was made by the thread of a save. ``path``: also of a descriptor."""
+    """A call. ``path``: also of a descriptor."""
 
     rank: int
-    in_thread: bool
     name: str
     path: Path
 
@@ -160,7 +159,7 @@ class Disk:
 
     def _begin(self, name: str, path: Path) -> Call:
         rank = self.rank()
-        call = Call(rank, threading.current_thread().name.startswith(THREAD), name, path)
+        call = Call(rank, name, path)
         with self._lock:
             if rank in self.dead:
                 raise DiedError
