@@ -41,11 +41,6 @@ def placed(name: str, table: Iterable[T], *first: int) -> list[Any]:
     return [pytest.param(row, id=f"{name}{place}") for place, row in enumerate(table) if ALL or place in first]
 
 
-def count(first: int, all_of_them: int) -> int:
-    """Return how many examples a property has in the default run, or with ``TESTS_ROWS=all``."""
-    return all_of_them if ALL else first
-
-
 def further_rows(items: Iterable[Any]) -> dict[Any, None]:
     """Return the items of pytest that only ``TESTS_ROWS=all`` runs: rows of a test behind those of its mark `first`."""
     seen: Counter[str] = Counter()

@@ -110,7 +110,6 @@ OPTIONS = st.fixed_dictionaries(
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 MODES = ("schedule-free", "averaged")
 STAGES = (0, 1, 2, 3)
-ALIASES = ("buffer", "frozen", "trained")
 UNITS = ("", "", *UNIT_ARGUMENTS)
 ROUNDED = ("bf16", "bf16, sent in fp32", "bf16, added up in bf16", "by kind", "policy")
 
