@@ -162,9 +162,7 @@ DIALS = (
         ],
     ),
     Dial(
-        name="memory",
-        values={"each rank's": {}, "of one host": {"host": True}},
-        needs=lambda row: row["stage"] == "3",
+        name="memory", values={"each rank's": {}, "of one host": {"host": True}}, needs=lambda row: row["stage"] == "3"
     ),
     Dial(name="built", values={"with values": {}, "on meta": {"meta": True}}, refused=META),
     Dial(

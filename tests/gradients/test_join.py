@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..dials.loops import steps
-from ..dials.record import config_with
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.loops import seeded
-from ..support.machine.hosts import ThreadsWithParametersOnTheHost
-from ..support.machine.program import Joined
-from ..support.machine.run import run
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
@@ -41,13 +36,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     """Return a sum over tokens."""
     loss: Tensor = model(batch(step, rank).to(next(model.parameters()).dtype)).float().square().sum()
     return loss
-
-
-@pytest.mark.parametrize("stepped_there", [False, True])
-@pytest.mark.usefixtures("copied_from_the_host")
-def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory(stepped_there: bool) -> None:
-    config = config_with({"stage": 3, "world_size": 3, "offload": stepped_there, "precision": "bf16"})
-    run(config, Joined(1, (1, 0, 3)), *steps(1), backend=ThreadsWithParametersOnTheHost())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A mean gradient that all ranks replace: the plain loop's bits, where `p.grad` is assigned after the division."""
+"""A mean gradient that all ranks take away stays away. That others are replaced as in the plain loop is a law."""
 
 from __future__ import annotations
 
@@ -14,66 +14,6 @@ from zero import ZeroOptimizer, clip_grad_norm_
 
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side, same_as_plain
-
-
-def small() -> nn.Module:
-    return nn.Linear(3, 2)
-
-
-def test_inside_join_a_rank_without_batches_takes_part_and_gives_nothing() -> None:
-    """Also rank 0: the first rank that gives a gradient decides."""
-
-    def loop(side: Side) -> None:
-        counts = (1, 3, 2)
-        with side.join():
-            for step in range(max(counts[rank] for rank in side.ranks)):
-                mine = [rank for rank in side.ranks if step < counts[rank]]
-                side.train(lambda model, rank, n=step: model(torch.full((1, 3), 1.0 + rank + n)).sum(), ranks=mine)  # type: ignore[misc]
-                parameter = side.model.weight
-                if isinstance(side, AsPlain):
-                    side.replace(0, torch.full((2, 3), 2.0 + step))
-                    side.replace(1, None)
-                else:
-                    side.optimizer.set_full_grad(parameter, torch.full((2, 3), 2.0 + step))
-                    side.optimizer.set_full_grad(side.model.bias, None)
-                side.clip(1.0)
-                side.step()
-                side.clear()
-
-    for stage in (0, 2, 3):
-        same_as_plain(loop, _seeded, torch.optim.AdamW, 3, settings={"stage": stage})
-
-
-def _seeded() -> nn.Module:
-    model = small()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).roll(number).view(parameter.shape))
-    return model
-
-
-def test_a_loss_scale_is_taken_out_of_it_and_it_may_overflow() -> None:
-    def program(transport: Transport, stage: int) -> list[Tensor]:
-        model = _seeded()
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        found = []
-        for value in (2.0, float("inf"), 6.0):
-            scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-            optimizer.set_full_grad(model.weight, torch.full((2, 3), value))
-            scaler.unscale_(optimizer)
-            found.append(optimizer.full_grad(model.weight))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert scaler.get_scale() == 2.0
-        return [gradient for gradient in found if gradient is not None]
-
-    for stage in (0, 2):
-        for first, _, third in on_threads(2, lambda transport, stage=stage: program(transport, stage)):  # type: ignore[misc]
-            assert first.eq(0.5).all()
-            assert third.eq(3.0).all()
 
 
 class Scaled(nn.Module):

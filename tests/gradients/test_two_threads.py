@@ -107,8 +107,6 @@ def slow(rank: int, event: str, peer: int) -> None:
     ("stage", "world_size", "ahead"), rows([(2, 3, True)], [(0, 3, True), (1, 3, False), (2, 1, False)])
 )
 def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bool) -> None:
-    """Buckets hold parameters of both threads, and each message takes its time."""
-
     def program(transport: Transport) -> list[Tensor]:
         parameters = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)]
         optimizer = ZeroOptimizer(

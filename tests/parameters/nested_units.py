@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..support.cases import WIDTH, Block, Case, Net, net_of
+from ..support.cases import WIDTH, Block, Case, net_of
 
 
 class Expert(nn.Module):
@@ -58,17 +58,6 @@ class Recomputed(Mixture):
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class OneOfTwo(Mixture):
-    """A block that runs one expert twice, or the other one once; another one in each step, the same on all ranks."""
-
-    step = 0
-
-    def forward(self, x: Tensor) -> Any:
-        if self.step % 2:
-            return Block.forward(self, self.experts[1](x))
-        return Block.forward(self, self.experts[0](self.last(self.experts[0](x))))
-
-
 def nested(module: nn.Module) -> bool:
     """Choose blocks, and the experts in them."""
     return isinstance(module, (Block, Expert))
@@ -77,27 +66,6 @@ def nested(module: nn.Module) -> bool:
 def deeply_nested(module: nn.Module) -> bool:
     """Choose blocks, the experts in them, and a layer in each of these."""
     return nested(module) or (isinstance(module, nn.Linear) and module.out_features == WIDTH + 3)
-
-
-def layers_in_layers(module: nn.Module) -> bool:
-    """Choose the linear layers of `Odd`, and the layer with two of them inside it."""
-    return isinstance(module, (nn.Linear, nn.Sequential))
-
-
-def outer_layers(module: nn.Module) -> bool:
-    """Return whether a unit of `layers_in_layers` is resharded: a layer with layers inside it."""
-    return isinstance(module, nn.Sequential)
-
-
-ODD: dict[str, dict[str, Any]] = {
-    "inside units": {"units": layers_in_layers, "prefetch_depth": 2},
-    "kept inside units": {
-        "units": layers_in_layers,
-        "prefetch_depth": 0,
-        "reshard_after_forward": outer_layers,
-    },
-}
-"""Arguments for units inside units of the model of `programs`."""
 
 
 def tie_inside(model: Any) -> None:
@@ -110,18 +78,6 @@ def tie_inside(model: Any) -> None:
     third.experts[0].up = third.experts[1].up
 
 
-def choose_expert(model: Any, step: int) -> None:
-    for block in model.blocks:
-        block.step = step
-
-
-def freeze_inside(model: Any) -> None:
-    model.blocks[0].experts.requires_grad_(False)
-    model.blocks[1].norm.requires_grad_(False)
-    model.blocks[1].experts[0].requires_grad_(False)
-    model.blocks[2].last.requires_grad_(False)
-
-
 def held_twice(model: Any) -> None:
     """Let two blocks hold the same expert."""
     model.blocks[2].experts[0] = model.blocks[0].experts[0]
@@ -132,11 +88,6 @@ BLOCKS_KEPT = {"prefetch_depth": 3, "reshard_after_forward": lambda module: not 
 MIXTURE = Case(net_of(Mixture), units=nested)
 NESTED: dict[str, Case] = {
     "experts in blocks": MIXTURE,
-    "experts three deep": replace(MIXTURE, units=deeply_nested, arguments=BLOCKS_KEPT),
     "ties among experts": replace(MIXTURE, prepared=tie_inside, arguments=EXPERTS_KEPT),
-    "an expert in two blocks": replace(MIXTURE, prepared=held_twice),
     "experts recomputed": Case(net_of(Recomputed), units=deeply_nested, arguments=BLOCKS_KEPT),
-    "experts used twice, or never": Case(net_of(OneOfTwo), units=nested, begin=choose_expert, steps=3),
-    "frozen parts of experts": replace(MIXTURE, prepared=freeze_inside),
-    "all modules": Case(Net, units=lambda module: not isinstance(module, nn.ModuleList), arguments=EXPERTS_KEPT),
 }

@@ -96,6 +96,30 @@ def on_ranks(
     return on(world, program)
 
 
+class Run:
+    """A rank that trains by parts of a step."""
+
+    def __init__(self, group: Any, **arguments: Any) -> None:
+        self.model = Net()
+        self.optimizer = zero(self.model, group, **arguments)
+        self.rank = self.optimizer.rank
+
+    def loss(self) -> Any:
+        return loss_of(self.model, INPUTS)
+
+    @torch.no_grad()
+    def evaluate(self) -> Any:
+        return self.loss()
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.end_step()
+
+
 class Blocks(nn.Sequential):
     """Three units of one size, the same every time. Small ones lie in one page of memory, those of 40 in several."""
 

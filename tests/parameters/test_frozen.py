@@ -46,10 +46,7 @@ def plain(model: nn.Module, precision: MixedPrecision | None = None) -> nn.Modul
     return model
 
 
-@pytest.mark.parametrize(
-    ("stage", "listed", "precision"),
-    rows([(3, True, None)], [(1, True, BF16), (2, False, BF16)]),
-)
+@pytest.mark.parametrize(("stage", "listed", "precision"), rows([(3, True, None)], [(1, True, BF16), (2, False, BF16)]))
 def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
     stage: int, listed: bool, precision: MixedPrecision | None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,13 +12,16 @@ from torch import nn
 from benchmarks.gpu_short.peers import device_paths
 from collectives import Transport, on_threads
 from collectives.backends import gloo as gloo_backend
-from zero import ShardedAverage, ZeroOptimizer
+from zero import ZeroOptimizer
 
+from ..dials.loops import DIALS
+from ..dials.record import config_with
 from ..step.narrow import build, plain_loop, step, step_plainly, zero
 from ..support.late import LateBackend, on_late_threads
+from ..support.machine.run import run
 from ..support.narrowed import BF16, PRECISIONS
 from ..support.parts import parts_of
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, assert_same_value
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only
 
@@ -42,7 +46,6 @@ class NoEvents(gloo_backend._UnderWay):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
 def test_training_has_the_plain_loops_bits(name: str) -> None:
-    """On the paths of a device, with collectives of the backend that finish at their wait."""
     given = PROGRAMS[name]
     program = Program(**{"bucket_cap_mb": 0.001, **vars(given), "precision": given.precision or NARROW})
     with (
@@ -62,8 +65,6 @@ def weights_of(optimizer: ZeroOptimizer) -> int:
 
 @pytest.mark.usefixtures("accelerated")
 def test_parameters_are_kept_from_a_write_until_the_masters_have_followed() -> None:
-    """The rounded copies of a unit go back to the pool with its whole."""
-
     def program(transport: Transport) -> nn.Module:
         model = build()
         optimizer = zero(model, transport, 3)
@@ -126,18 +127,5 @@ def test_a_model_and_its_masters_are_loaded_in_any_order(model_first: bool) -> N
 
 @pytest.mark.usefixtures("accelerated")
 def test_an_average_takes_the_masters_and_leaves_them() -> None:
-    def program(transport: Transport) -> None:
-        model = build()
-        optimizer = zero(model, transport, 3)
-        average = ShardedAverage(optimizer)
-        for seed in range(2):
-            step(model, optimizer, seed)
-            average.update_parameters()
-        masters, means = [optimizer.full_master(p) for p in model.parameters()], average.gather(None)
-        assert means is not None
-        with average.applied(), optimizer.gathered():
-            for name, p in model.named_parameters():
-                assert_same_bits(p, means[name].to(BF16))
-        assert_same_value([optimizer.full_master(p) for p in model.parameters()], masters, "masters")
-
-    on_threads(2, program)
+    looks: Any = DIALS[1].values
+    run(config_with({"stage": 3, "world_size": 2, "precision": "bf16"}), *looks["average"])

@@ -14,12 +14,7 @@ from ..support.limits import BOUND
 from ..support.sockets import on_sockets
 
 T = TypeVar("T")
-WORLDS = {
-    "one": (on_threads, 1),
-    "travel": (on_threads, 2),
-    "several": (on_threads, 3),
-    "common": (on_sockets, 2),
-}
+WORLDS = {"one": (on_threads, 1), "travel": (on_threads, 2), "several": (on_threads, 3), "common": (on_sockets, 2)}
 TOGETHER = pytest.mark.parametrize("world", ["one", "common"])  # where no unit is sent
 
 

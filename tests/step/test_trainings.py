@@ -17,10 +17,9 @@ from zero import StochasticRounding, ZeroOptimizer
 from ..support.blockwise import Blockwise
 from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
-from ..support.rows import without
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import Codes, Flagged, Momentum, Ours, Popping, Products, Scaled, every_second, gram, narrow
+from .optimizers import Codes, Flagged, Momentum, Ours, Popping, Products, every_second, gram
 from .refused import ALONE, OPTIONS, Net
 from .whole import (
     Groups,
@@ -65,28 +64,17 @@ def whole(model: nn.Module) -> Groups:
     return of_one_class(model, partition="parameter")
 
 
-def with_a_class(cls: Any, **given: Any) -> Any:
+def with_a_class(model: nn.Module) -> Groups:
     """Return groups of which the second has a class with arguments, and the last, which is added, yet another one."""
-
-    def groups(model: nn.Module) -> Groups:
-        matrices, rest = shared(model)
-        own = {"optimizer_class": cls, "layer": "block", **given}
-        shampoo = {"optimizer_class": Shampoo, "partition": "parameter"}
-        return [{"params": rest}, {"params": matrices[:2], **own}, {"params": matrices[2:], **shampoo}]
-
-    momentum = {"lr": 1e-3, "momentum": 0.9}
-    return Training(Mixed, groups, torch.optim.SGD, momentum, {cls: given}, added=1, counted=False)
-
-
-def flagged(model: nn.Module, **of_group: Any) -> Groups:
-    """Return groups with an option that their class wants. ``of_group``: of the first one, the other has none."""
     matrices, rest = shared(model)
-    rest_of = {"params": rest} if of_group else {"params": rest, "matrices": False, "lr": 0.01}
-    return [{"params": matrices, "matrices": True, **of_group}, rest_of]
+    own = {"optimizer_class": Popping, "layer": "block", **OF_POPPING}
+    return [{"params": rest}, {"params": matrices[:2], **own}, {"params": matrices[2:], **OF_SHAMPOO}]
 
 
-def flagged_beside_another(model: nn.Module) -> Groups:
-    return flagged(model, optimizer_class=Flagged)
+def flagged(model: nn.Module) -> Groups:
+    """Return groups of which the first has a class with an option that it wants."""
+    matrices, rest = shared(model)
+    return [{"params": matrices, "matrices": True, "optimizer_class": Flagged}, {"params": rest}]
 
 
 def with_our_names(model: nn.Module) -> Groups:
@@ -119,6 +107,11 @@ def rounded(build: Any, groups: Any, cls: Any, counted: bool = True, **options: 
     return Training(lambda: build().bfloat16(), groups, cls, options, added=added, counted=counted, rounding=ROUNDING)
 
 
+OF_POPPING: dict[str, Any] = {"lr": 0.1, "factor": 0.5}
+OF_SHAMPOO = {"optimizer_class": Shampoo, "partition": "parameter"}
+MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
+POPPING = Training(Mixed, with_a_class, torch.optim.SGD, MOMENTUM, {Popping: OF_POPPING}, added=1, counted=False)
+FLAGGED = Training(Mixed, flagged, torch.optim.Adagrad, {"lr": 0.03})
 CODES = Training(Mixed, whole, Codes, counted=False)
 PIECES = Training(Large, in_pieces, Blockwise)
 ALIGNED = Training(Matrices, lambda model: of_one_class(model, blocks=0), Products)
@@ -128,72 +121,38 @@ OURS = Training(Mixed, with_our_names, Ours, {"stage": 3.5, "partition": 0.25, "
 P = Place
 ROWS: dict[str, tuple[Training, Place, Place, str]] = {
     "states in 8 bits": (CODES, P(2, 0), P(1, 1), "checkpoint"),
-    "states in 8 bits, dict": (CODES, P(2, 1), P(3, 2), "dict"),
     "subclasses": (Training(Wide, whole, Blockwise), P(1, 2), P(2, 3), "of the class"),
-    "subclasses, checkpoint": (Training(Wide, whole, Blockwise), P(2, 3), P(3, 0), "checkpoint"),
     "pieces of blocks": (PIECES, P(3, 2), P(2, 3), "checkpoint"),
-    "pieces of blocks, of the class": (PIECES, P(2, 0), P(3, 1), "of the class"),
-    "pieces of blocks, copies": (PIECES, P(6, 3, {"sharding_factor": 3}), P(1, 2), "dict"),
     "two classes": (Training(Mixed, groups_of), P(1, 2), P(2, 0), "of the class"),
-    "two classes, in bf16": (Training(lambda: Mixed().bfloat16(), groups_of), P(2, 1), P(3, 3), "checkpoint"),
     "blocks": (MUON, P(3, 3), P(2, 2), "dict"),
     "blocks in bf16": (in_blocks(precision="bf16"), P(2, 2), P(3, 3), "checkpoint"),
-    "blocks, sums in bf16": (in_blocks(precision="bf16, added up in bf16"), P(2, 0), P(1, 1), "checkpoint"),
-    "blocks, copies": (MUON, P(6, 1, {"sharding_factor": 3}), P(6, 3, {"sharding_factor": 2}), "checkpoint"),
     "blocks, states of each": (ADAFACTOR, P(2, 1, {"bucket_cap_mb": 25.0}), P(3, 3), "checkpoint"),
-    "blocks by element": (ADAMW, P(6, 3), P(3, 0), "dict"),
     "blocks, aligned": (ALIGNED, P(2, 2), P(3, 1), "dict"),
     "rounded, states of an added group": (ADAGRAD, P(2, 1), P(3, 3), "checkpoint"),
-    **{
-        f"rounded, {kept.__name__}": (
-            rounded(Mixed, of_one_class, Momentum, False, kept=kept),
-            P(2, 1),
-            P(3, 3),
-            "dict",
-        )
-        for kept in (narrow, every_second)
-    },
+    "rounded, every second": (
+        rounded(Mixed, of_one_class, Momentum, False, kept=every_second),
+        P(2, 1),
+        P(3, 3),
+        "dict",
+    ),
     "rounded, all are square": (rounded(Square, whole, Momentum, False, kept=gram), P(1, 2), P(2, 3), "dict"),
     "masters of an added group": (
         Training(lambda: Mixed().double(), in_two, torch.optim.RAdam, added=1, precision=PRECISIONS["bf16"]),
         *(P(2, 3), P(3, 1), "checkpoint"),
     ),
-    "arguments of a class": (with_a_class(Popping, lr=0.1, factor=0.5), P(3, 3), P(2, 1), "checkpoint"),
-    "a named argument": (
-        with_a_class(torch.optim.Adagrad, initial_accumulator_value=0.5),
-        P(3, 1),
-        P(3, 1),
-        "checkpoint",
-    ),
-    "a scale": (with_a_class(Scaled, scale=0.5), P(2, 2), P(3, 0), "dict"),
-    "a wanted option": (Training(Mixed, flagged, Flagged, {"lr": 0.03}), P(2, 0), P(3, 3), "dict"),
-    "a wanted option of a group": (
-        Training(Mixed, flagged_beside_another, torch.optim.Adagrad, {"lr": 0.03}),
-        P(3, 2),
-        P(2, 1),
-        "checkpoint",
-    ),
+    "arguments of a class": (POPPING, P(3, 3), P(2, 1), "checkpoint"),
+    "a wanted option of a group": (FLAGGED, P(3, 2), P(2, 1), "checkpoint"),
     "names of ours": (OURS, P(3, 3), P(2, 0), "checkpoint"),
-    **{
-        name: (Training(Net, whole, ALONE[name], OPTIONS, counted=False), P(2, 3), P(3, 1), "dict")
-        for name in ("DecayScalarsToo", "Centralized")
-    },
+    "by parameter": (Training(Net, whole, ALONE["Centralized"], OPTIONS, counted=False), P(2, 3), P(3, 1), "dict"),
 }
-FURTHER = (
-    *("states in 8 bits, dict", "subclasses, checkpoint", "pieces of blocks, of the class", "pieces of blocks, copies"),
-    *("two classes, in bf16", "blocks, sums in bf16", "blocks, copies", "blocks by element", "a named argument"),
-    *("a scale", "a wanted option", "DecayScalarsToo", "rounded, narrow"),
-)
 
 
-@pytest.mark.parametrize("row", without(ROWS, *FURTHER))
+@pytest.mark.parametrize("row", ROWS)
 def test_training_goes_on_as_in_the_plain_loop(row: str, tmp_path: Path) -> None:
     assert_goes_on(*ROWS[row], tmp_path)
 
 
 def test_a_state_that_cannot_be_sent_is_named_on_every_rank() -> None:
-    """Its owner alone knows it."""
-
     def run(model: nn.Module, optimizer: ZeroOptimizer) -> str:
         train(OnRank(model, optimizer))
         assert f"by parameter: {len(list(model.parameters()))} parameters" in str(optimizer.describe())
