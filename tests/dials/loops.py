@@ -95,6 +95,14 @@ READS = (  # of the gradient of `p`, the first parameter
     "torch.optim.SGD([p], lr=0.1, foreach=False).step()",
     "torch.optim.SGD([p], lr=0.1, foreach=True).step()",
 )
+LOOKS = {  # a sharded gradient looks like the gradient
+    **{
+        f"1 / (model.parts[8].of[0].turned.grad.{of} == model.parts[8].of[0].turned.{of})": "nothing"
+        for of in ("shape", "stride()", "dtype", "device")
+    },
+    "1 / (\"gradient of 'first.weight'\" in repr(p.grad))": "nothing",
+}
+SOMETIMES = "model.parts[7].of[0].inner"  # which rank 1 alone uses
 ERROR = "ZeroDivisionError"
 FAILS = {  # on all ranks, in the user's code
     "in_backward(lambda: 1 // 0)": ERROR,
@@ -367,7 +375,10 @@ DIALS = (
                 [*steps(1), p.Consolidate(1), p.Backward(3), p.Step(look=False), p.ZeroGrad()],
                 stages=(1, 2, 3),
             ),
-            Moment(dict.fromkeys(READS, READ), after=[p.ZeroGrad()], stages=(1, 2)),
+            Moment(dict.fromkeys(READS, READ) | LOOKS, after=[p.ZeroGrad()], stages=(1, 2)),
+            Moment(
+                {f"1 / ({SOMETIMES}.grad is not None)": "nothing"}, [p.Backward(1, mask=4)], [p.ZeroGrad()], (0, 1, 2)
+            ),
             Moment(FAILS, [], [p.ZeroGrad()]),
             Moment(
                 {"optimizer.full_grad(p)": "full_grad of 'first.weight': … no_sync(), or the zeros of zero_grad"},

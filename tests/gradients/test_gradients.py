@@ -18,35 +18,11 @@ from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.rows import rows
 from ..support.small import TwoVectors, plain_two, with_sgd
-from ..support.trainings import ALL_STAGES, SHARDED, trained
-
-
-@SHARDED
-def test_a_sharded_gradient_looks_like_the_gradient_and_prints_what_it_is(stage: int) -> None:
-    model, optimizer = trained(solo(), stage)
-    gradient, parameter, whole = model.turned.grad, model.turned, optimizer.full_grad(model.turned)
-    assert type(gradient) is not Tensor
-    assert whole is not None
-    for each in (gradient, whole):
-        assert (each.shape, each.stride(), each.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
-    assert "gradient of 'turned'" in repr(gradient)
+from ..support.trainings import ALL_STAGES, trained
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.law("missing gradients")
-@ALL_STAGES
-def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_parameter(stage: int) -> None:
-    def program(transport: Transport) -> list[bool]:
-        model = locked_build(0)
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport)
-        odd_loss(model, (odd_batches(1)[0][0], transport.rank == 1)).backward()  # only rank 1 uses `sometimes`
-        assert optimizer.world_size == 3
-        return [parameter.grad is None for parameter in (model.sometimes.weight, model.last.weight)]
-
-    assert on_threads(3, program) == [[False, False]] * 3
 
 
 def test_stage_0_shows_the_mean_gradient_after_each_backward() -> None:

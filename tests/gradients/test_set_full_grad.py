@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 
+from ..support.built_kernels import built_kernels, put_in
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 
@@ -25,8 +27,10 @@ class Scaled(nn.Module):
         return (self.one * one).sum() + (self.two * two).sum()
 
 
-@pytest.mark.parametrize(("stage", "world_size"), rows([(1, 1), (2, 2)], [(0, 2), (3, 4)]))
-def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(stage: int, world_size: int) -> None:
+@pytest.mark.parametrize(("stage", "world_size", "by_kernels"), [(1, 1, False), (2, 2, False), (2, 2, True)])
+def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(
+    stage: int, world_size: int, by_kernels: bool, request: pytest.FixtureRequest
+) -> None:
     """Its place holds -0.0, to which a later gradient is added, where gradients are zeroed and not cleared."""
 
     def loop(model: Scaled, optimizer: Any, forget: Callable[[], object], clip: Callable[[], object]) -> None:
@@ -46,12 +50,16 @@ def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(stage: int
         ours.close()
         return model
 
-    plain = Scaled()
+    plain, launched = Scaled(), list[str]()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     loop(plain, optimizer, lambda: setattr(plain.two, "grad", None), lambda: clip_grad_norm_(plain.parameters(), 1.0))
     assert all(bool(parameter.isfinite().all()) for parameter in plain.parameters())
-    for model in on_threads(world_size, program):
-        assert_same_model(model, plain)
+    if by_kernels:
+        request.getfixturevalue("unseen")
+    with put_in(built_kernels(launched.append)) if by_kernels else nullcontext():
+        for model in on_threads(world_size, program):
+            assert_same_model(model, plain)
+    assert ("scale" in launched) is by_kernels
 
 
 @pytest.mark.parametrize("stage", rows([2], [1, 3]))

@@ -138,24 +138,6 @@ def test_no_gradient_of_a_backward_that_raised_is_left_to_the_next_optimizer(how
     again.step()
 
 
-def test_a_sparse_gradient_is_refused_and_no_other_is_lost() -> None:
-    model = nn.ModuleDict({"first": nn.Embedding(4, 3, sparse=True), "then": nn.Linear(3, 3)})
-
-    def loss(sparse: bool) -> Tensor:
-        model["first"].sparse = sparse
-        found: Tensor = model["then"](model["first"](torch.tensor([1, 2]))).square().sum()
-        return found
-
-    optimizer = with_sgd(model, stage=2)
-    with pytest.raises(RuntimeError, match=r"rank 0: the gradient of 'first.weight' is torch.sparse_coo: sparse"):
-        loss(True).backward()
-    optimizer.zero_grad()
-    loss(False).backward()
-    found = [optimizer.full_grad(parameter) for parameter in model.parameters()]
-    expected = torch.autograd.grad(loss(False), list(model.parameters()))
-    assert_same_value(found, list(expected), "gradients")
-
-
 def test_a_hook_may_set_the_divisor() -> None:
     def set_divisor(_: Tensor) -> None:
         optimizer.divisor = 1
