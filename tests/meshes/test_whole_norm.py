@@ -124,7 +124,6 @@ def inside_no_sync(at: Any) -> dict[str, Any]:
 DIFFERENT = "the gradient of the replicated parameter 'shared.weight' differs between ranks 0 and 1 of the group"
 NO_GROUP, NONE = "ValueError: over=[] has no group", "a group of ranks must be a ProcessGroup of torch.distributed"
 AT_A_PLACE = "clip_grad_norm_(over=...): max_norm is 1.0 on rank 0, and 2.0 on rank 1"
-LEFT_OUT = {"over": None, "replicated": ()}
 Change = Callable[[Any], dict[str, Any]]
 FAULTS: dict[str, tuple[int, Change, str]] = {  # stages, other arguments of a clip, words of the error on every rank
     "other norm": (
