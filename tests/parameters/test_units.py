@@ -33,9 +33,12 @@ from ..support.cases import (
 )
 from ..support.plain import assert_same_bits, share
 from ..support.rows import rows
-from .nested_units import (
+from .stage3 import Blocks, on_blocks
+from .unit_cases import (
+    CASES,
     EXPERTS_KEPT,
-    NESTED,
+    FIRST,
+    FURTHER,
     EndsInside,
     Expert,
     Mixture,
@@ -44,8 +47,6 @@ from .nested_units import (
     nested,
     tie_inside,
 )
-from .stage3 import Blocks, on_blocks
-from .unit_cases import CASES, FIRST, FURTHER
 from .worlds import check_in, on
 
 
@@ -194,7 +195,7 @@ def test_a_unit_around_the_one_that_a_backward_reaches_is_not_gathered_again() -
     """Nor is a unit inside the last one, which is still here, nor one that a checkpoint has computed anew."""
 
     def program(transport: Transport) -> dict[str, int]:
-        model, optimizer = sharded(replace(NESTED["experts recomputed"], arguments={}), transport)
+        model, optimizer = sharded(replace(CASES["experts recomputed"], arguments={}), transport)
         manager = manager_of(optimizer)
         gathers = {unit.name: 0 for unit in manager.units}
         for unit in manager.units:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import cycle, product
 from typing import Any
 
@@ -36,7 +37,6 @@ from ..support.cases import (
     net_of,
     one_backward,
 )
-from .nested_units import NESTED
 
 
 def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
@@ -334,6 +334,83 @@ def in_one_tensor(model: Any) -> None:
         setattr(model.get_submodule(module), own, nn.Parameter(piece.view(p.shape)))
 
 
+# -- units inside units: blocks with experts, layers of experts, and weights that they share ---------------------------
+
+
+class Expert(nn.Module):
+    """A unit inside a block, with a unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH + 3), nn.Linear(WIDTH + 3, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(Block):
+    """A block with parameters before, between and after its experts. It uses the router again after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([Expert() for _ in range(2)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        weights = self.router(self.norm(x)).softmax(1)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mixed = mixed + weights[:, number, None] * expert(x)
+        return super().forward(self.last(mixed)) + self.router(mixed).sum()
+
+
+class EndsInside(nn.Module):
+    """A block whose output is that of a unit inside it, which a backward therefore reaches before the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(WIDTH, WIDTH), Expert()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.expert(torch.tanh(self.first(x)))
+
+
+class Recomputed(Mixture):
+    """A block that a checkpoint computes anew, with its experts."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def nested(module: nn.Module) -> bool:
+    """Choose blocks, and the experts in them."""
+    return isinstance(module, (Block, Expert))
+
+
+def deeply_nested(module: nn.Module) -> bool:
+    """Choose blocks, the experts in them, and a layer in each of these."""
+    return nested(module) or (isinstance(module, nn.Linear) and module.out_features == WIDTH + 3)
+
+
+def tie_inside(model: Any) -> None:
+    """Share weights of experts with the other expert, with their block, with another block, and with the root."""
+    first, second, third = model.blocks
+    first.experts[1].up.weight = first.experts[0].up.weight
+    second.experts[0].down.bias = second.last.bias
+    third.experts[1].down.weight = second.experts[1].down.weight
+    third.experts[0].down.bias = model.norm.bias
+    third.experts[0].up = third.experts[1].up
+
+
+def held_twice(model: Any) -> None:
+    """Let two blocks hold the same expert."""
+    model.blocks[2].experts[0] = model.blocks[0].experts[0]
+
+
+EXPERTS_KEPT = {"prefetch_depth": 0, "reshard_after_forward": lambda module: not isinstance(module, Expert)}
+BLOCKS_KEPT = {"prefetch_depth": 3, "reshard_after_forward": lambda module: not isinstance(module, Block)}
+MIXTURE = Case(net_of(Mixture), units=nested)
 CASES: dict[str, Case] = {
     "gradients of a part": Case(run=gradients_of_a_part),
     "a gradient of gradients": Case(run=a_gradient_of_gradients),
@@ -342,7 +419,9 @@ CASES: dict[str, Case] = {
     **{name: Case(run=transformed(name)) for name in (*REFUSED, *WORKS)},
     "a reentrant checkpoint": Case(run=recomputed_in_the_old_way),
     "views of one tensor": Case(prepared=in_one_tensor),
-    **NESTED,
+    "experts in blocks": MIXTURE,
+    "ties among experts": replace(MIXTURE, prepared=tie_inside, arguments=EXPERTS_KEPT),
+    "experts recomputed": Case(net_of(Recomputed), units=deeply_nested, arguments=BLOCKS_KEPT),
     "parameters inside gathered()": Case(run=parameters_inside_gathered),
     "inside gathered()": Case(run=inside_gathered),
     "interrupt in a forward": Case(net_of(Fails), failing("forward")),

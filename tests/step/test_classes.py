@@ -17,8 +17,7 @@ from ..support.machine.classes import name_of
 from ..support.plain import assert_same_model
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import Flagged, Ours, Popping, Scaled
-from .refused import Gathers, Shares, TakesModel, Wraps
+from .optimizers import Flagged, Gathers, Ours, Popping, Scaled, Shares, TakesModel, Wraps
 from .whole import Mixed, Named, groups_of, made, shared, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not element-wise")

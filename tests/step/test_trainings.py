@@ -19,8 +19,7 @@ from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import Codes, Flagged, Momentum, Ours, Popping, Products, every_second, gram
-from .refused import ALONE, OPTIONS, Net
+from .optimizers import ALONE, OPTIONS, Codes, Flagged, Momentum, Net, Ours, Popping, Products, every_second, gram
 from .whole import (
     Groups,
     Large,
