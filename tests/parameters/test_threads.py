@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -159,6 +160,30 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
             later.join(PATIENT)
 
     trains("one", interrupted)
+
+
+def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that was read just before its generator yielded has no frame below it."""
+    frames = sys._current_frames
+    generator = (number for number in range(3))
+    next(generator)
+    reads = list[int]()
+
+    def between(run: Rank) -> None:
+        with run.inside_a_forward() as first:
+
+            def yielded() -> Any:
+                reads.append(len(reads))
+                return {**frames(), first.ident: generator.gi_frame} if len(reads) % 2 else frames()
+
+            monkeypatch.setattr(sys, "_current_frames", yielded)
+            for _ in range(4):
+                with pytest.raises(RuntimeError, match=REFUSAL):
+                    run.evaluate()
+            monkeypatch.setattr(sys, "_current_frames", frames)
+
+    trains("one", between)
+    assert len(reads) >= 8
 
 
 def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
