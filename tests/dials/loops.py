@@ -281,7 +281,8 @@ DIALS = (
             "norms": [*step(1, p.Clip(0.3, 1.0), p.Clip(0.2, 3.0)), *step(2, p.Clip(0.3, INFINITY), p.Clip(INFINITY))],
             "no sync": [
                 *(OFF, *step(1), OFF, p.Backward(2, sync=False), p.Step(), p.ZeroGrad(), *step(3, OFF)),
-                *(p.Backward(4), OFF, p.Backward(5), OFF, p.Clip(0.1), p.Step(), p.ZeroGrad()),
+                *(p.Backward(4, mask=0, sync=False), p.Backward(5), OFF, p.Backward(6), OFF),
+                *(p.Clip(0.1), p.Step(), p.ZeroGrad()),
             ],
             "uneven": [
                 *(p.Uneven(1, (2, 0, 1)), p.Clip(0.5), p.Step(), p.ZeroGrad()),
