@@ -19,7 +19,7 @@ from collectives import Transport, solo
 from ..support.cases import ROWS, WIDTH, Batch, Block, Case, Net, batches_of, manager_of, sharded
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
-from .worlds import check_in, on
+from .stage3 import check_in, on
 
 X = torch.ones(ROWS, WIDTH)
 

@@ -20,9 +20,8 @@ from zero.parameters.unit_manager import UnitManager
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from .stage3 import SLOWLY, Blocks, on_blocks, plain_blocks, train, zero
+from .stage3 import SLOWLY, TOGETHER, Blocks, on, on_blocks, plain_blocks, size_of, train, zero
 from .unit_cases import Opaque
-from .worlds import TOGETHER, on, size_of
 
 BRIEFLY = 0.3  # seconds in which a rank that wrongly does not wait has gone on; a right one takes them
 

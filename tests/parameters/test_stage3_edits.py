@@ -23,8 +23,7 @@ from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
-from .worlds import on, size_of
+from .stage3 import INPUTS, Net, loss_of, on, on_ranks, plain, size_of, train, zero
 
 
 @pytest.mark.law("weak hooks")

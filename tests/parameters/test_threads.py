@@ -19,8 +19,7 @@ from zero.parameters.unit_manager import UnitManager
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
 from ..support.rows import rows
-from .stage3 import INPUTS, Run, plain
-from .worlds import WORLDS
+from .stage3 import INPUTS, WORLDS, Run, plain
 
 REFUSAL = "another thread, 'first', is inside a forward"
 

@@ -33,7 +33,7 @@ from ..support.cases import (
 )
 from ..support.plain import assert_same_bits, share
 from ..support.rows import rows
-from .stage3 import Blocks, on_blocks
+from .stage3 import Blocks, check_in, on, on_blocks
 from .unit_cases import (
     CASES,
     EXPERTS_KEPT,
@@ -47,7 +47,6 @@ from .unit_cases import (
     nested,
     tie_inside,
 )
-from .worlds import check_in, on
 
 
 @pytest.mark.parametrize(("name", "world"), rows(FIRST, FURTHER))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from ...parameters.stage3 import check_in
 from ...parameters.unit_cases import CASES, FIRST, FURTHER, ROWS
-from ...parameters.worlds import check_in
 
 
 @pytest.mark.parametrize(("name", "world"), [row for row in ROWS if row not in (*FIRST, *FURTHER)])
