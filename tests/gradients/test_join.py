@@ -138,8 +138,6 @@ def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> N
 def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
     def program(transport: Transport) -> list[float]:
         optimizer = ZeroOptimizer(small(), SGD, lr=0.1, process_group=transport)
-        with pytest.raises(TypeError, match=r"numbers, not tensor"):
-            optimizer.sum_over_ranks(torch.ones(()))  # type: ignore[arg-type]
         big = optimizer.sum_over_ranks(2**60 + transport.rank)
         return [big, optimizer.sum_over_ranks([1e300, 1.0, -1e300][transport.rank])]
 
