@@ -29,29 +29,21 @@ pytestmark = [pytest.mark.law("exceptions"), pytest.mark.law("errors")]
 Call = Callable[[Net, ZeroOptimizer], Any]
 
 
-def step(model: Net, optimizer: ZeroOptimizer) -> None:
-    optimizer.step()
-
-
-def forward(model: Net, optimizer: ZeroOptimizer) -> None:
-    model(INPUTS)
-
-
 def evaluate(model: Net, optimizer: ZeroOptimizer) -> None:
     with torch.no_grad():
         model(INPUTS)
 
 
-def second_block(model: Net, optimizer: ZeroOptimizer) -> None:
-    optimizer.zero_grad()
-    model.blocks[1](INPUTS)
-
-
 REST = 'gather of unit "the root\'s rest"'
-PARTED: dict[str, tuple[Any, ...]] = {
-    "forward, step": (forward, step, REST, "step()"),
-    "step, evaluation": (step, evaluate, "step()", REST),
-    "forward, a unit": (forward, second_block, REST, "gather of unit 'blocks.1'"),
+PARTED: dict[str, tuple[Call, Call, str, str]] = {
+    "forward, step": (lambda model, _: model(INPUTS), lambda _, optimizer: optimizer.step(), REST, "step()"),
+    "step, evaluation": (lambda _, optimizer: optimizer.step(), evaluate, "step()", REST),
+    "forward, a unit": (
+        lambda model, _: model(INPUTS),
+        lambda model, _: model.blocks[1](INPUTS),
+        REST,
+        "gather of unit 'blocks.1'",
+    ),
 }
 
 
@@ -68,14 +60,14 @@ def wrong_values(model: nn.Module, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("name", PARTED)
 def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
-    *calls, place, other = PARTED[name]
+    first, second, place, other = PARTED[name]
 
     def program(transport: Transport) -> tuple[str, str, list[str]]:
         model = Net()
         optimizer = zero(model, transport, collective="pairwise")
         train(model, optimizer)
         with at_once():
-            found, then = error_of(calls[transport.rank], model, optimizer), error_of(forward, model, optimizer)
+            found, then = error_of((first, second)[transport.rank], model, optimizer), error_of(model, INPUTS)
         return found, then, wrong_values(model, steps=1)
 
     for found, then, wrong in on_threads(2, program, timeout=4 * BOUND):
@@ -115,7 +107,7 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
             while True:
                 train(model, optimizer)
         except (OSError, RuntimeError) as error:
-            told[transport.rank] = f"{type(error).__name__}: {error} {error_of(forward, model, optimizer)}"
+            told[transport.rank] = f"{type(error).__name__}: {error} {error_of(model, INPUTS)}"
             wrong.extend(wrong_values(model, steps=4))
             assert manager_of(optimizer).all_released()
             raise
