@@ -16,7 +16,6 @@ from collectives.backends.device_mesh import MeshPlace
 from zero import ZeroOptimizer
 from zero.checkpoint.folder.model_parts import ModelParts
 
-from ..parameters.nested_units import ODD
 from ..support.by_module import by_kind
 from ..support.errors import assert_in_order, error_of
 from ..support.limits import BOUND
@@ -39,11 +38,9 @@ CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
         [(3, [[0, 2], [1, 3]], {}), (2, [1, 3], {"precision": PRECISIONS["bf16"]})],
         [
             (0, [[0, 2], [1, 3]], {}),
-            (1, [[0], [3]], {}),
-            (1, [[0, 1], [2, 3]], {"scaled": True}),
-            (3, [[0, 2, 3]], {"precision": PRECISIONS["bf16"]}),
+            (1, [[0], [3]], {"scaled": True}),
             (3, [0, 1, 2, 3], {"optimizer": "shampoo"}),
-            (3, [[0, 2], [1, 3]], {"precision": by_kind, "units": ODD["kept inside units"]}),
+            (3, [[0, 2], [1, 3]], {"precision": by_kind}),
         ],
     ),
     ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),
@@ -59,18 +56,7 @@ def test_a_mesh_of_any_ranks_has_the_bits_of_the_plain_loop(
     compare(program, [results[rank] for rank in members])
 
 
-def test_describe_names_the_mesh_and_a_part_of_a_larger_one_is_enough(gloo: GlooPool) -> None:
-    for rank, (both, replicated, sharded, alone) in enumerate(gloo.run(jobs.described, ranks=range(4))):
-        assert "rank" in both[0]
-        assert "mesh (dp_replicate 2, dp_shard 2), sharding factor 2" in both[0]
-        assert both[1:] == (rank, 2)
-        assert "sharding factor" not in replicated[0], "nothing is sharded at stage 0"
-        assert sharded[0].startswith(f"stage 2, rank {rank % 2} of 2, mesh (dp_shard 2), collective")
-        assert alone[0].startswith("stage 1, rank 0 of 1, mesh (pp 1), collective")
-
-
 def test_what_only_processes_of_a_mesh_can_give_is_refused_by_name(gloo: GlooPool) -> None:
-    """The dial `mesh` has what one process can give."""
     words = [
         "TypeError … 'weight' is a DTensor … to_local() … clip_grad_norm_(over=...) knows to be a part of a model",
         "ValueError … the mesh is for cpu, but parameters are on meta … or move the model to cpu first",

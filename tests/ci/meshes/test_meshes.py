@@ -37,7 +37,6 @@ ROWS: list[tuple[int, Any, dict[str, Any]]] = [
     (2, [[0, 3], [1, 4], [2, 5]], {"steps": FEWER}),
     (1, [[0, 1, 2], [3, 4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["fp16"], "scaled": True}),
     (3, [[0, 1], [2, 3], [4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["bf16"], "reshard": False}),
-    (0, [[0, 1, 2], [3, 4, 5]], {"steps": FEWER}),
     (3, [1, 2, 5], {"steps": CLIPPED, "collective": "pairwise"}),
 ]
 WITH_NCCL = [(3, [[0, 4], [1, 5]]), (1, [[0, 3], [1, 4], [2, 5]]), (2, [[0, 2, 3], [1, 4, 5]])]  # in its place is gloo
