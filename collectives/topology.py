@@ -95,7 +95,7 @@ def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Tran
     if neighbours.local is None:
         return transport
     if len(neighbours.hosts) == 1:
-        return Transport(neighbours.local)
+        return Transport(neighbours.local, channel=transport.links.number)  # which tells optimizers apart
     mine = next(ranks for ranks in neighbours.hosts if transport.rank in ranks)
     return transport.over(HybridBackend(transport.backend, neighbours.local, transport.backend_ranks(mine)))
 

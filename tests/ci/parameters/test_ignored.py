@@ -10,7 +10,7 @@ from ...parameters.apart import Case, Rank
 from ...support.pool import MADE, GlooPool
 
 CASES = {
-    "in a ring": Case({"a": (0, 1), "b": (1, 3), "c": (2, 3), "d": (0, 2)}, ("ad", "ab", "cd", "bc"), (3, 2, 0)),
+    "in a ring": Case({"a": (0, 1), "b": (1, 3), "c": (2, 3), "d": (0, 2)}, ("ad", "ba", "dc", "cb"), (3, 2, 0)),
     "bf16": Case({"a": (0, 2), "b": (1, 3)}, ("a", "b", "a", "b"), (3, 1), "bf16", {"sharding_factor": 2}),
 }
 
