@@ -38,7 +38,6 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_run(count: int) -> tuple[Odd, torch.optim.Optimizer]:
-    """Train a model with torch's own optimizer."""
     module = build()
     optimizer = torch.optim.AdamW(groups(module), **OPTIONS)
     train(module, optimizer, BATCHES[:count])
@@ -58,7 +57,6 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Return a checkpoint after three steps, in a folder of steps."""
     module, assets, path = build(), tmp_path / "assets", tmp_path / "runs" / "step-00000003"
     optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, **OPTIONS)
     train(module, optimizer, BATCHES[:3])
@@ -71,13 +69,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def flip(path: Path, place: int) -> None:
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
-
-
-# -------------------------------------------------------------------------------------------------- list and verify
 
 
 def test_the_table_has_every_checkpoint_and_says_why_one_is_not_complete(
@@ -124,9 +118,6 @@ def test_what_is_broken_is_named_by_file_and_tensor_and_not_exported_and_the_res
         assert run("export", saved, "--to", to, tmp_path / "out") == 1
     assert capsys.readouterr().err.count(f"error: {file} is broken at block 0 (") == 4
     assert not (tmp_path / "out").exists()
-
-
-# ----------------------------------------------------------------------------------------------------------- export
 
 
 def test_torch_reads_an_exported_file_and_trains_on_with_the_same_bits(saved: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, share
 from ..support.rows import rows
-from ..support.sides import Loop, Side, same_as_plain
+from ..support.sides import Side, same_as_plain
 from ..support.small import TwoVectors
 from ..support.trainings import Counting
 
@@ -84,9 +83,6 @@ def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
         assert_same_model(model, locked_build(0))
 
 
-# -- classes with a memory of their own --------------------------------------------------------------------------------
-
-
 class CountingWhatItHas(torch.optim.SGD):
     """Counts the steps of each group with a gradient, and edits a tensor among its options."""
 
@@ -101,43 +97,28 @@ class CountingWhatItHas(torch.optim.SGD):
                 group["decay"].mul_(0.5)
 
 
-def two_groups(model: TwoVectors) -> list[dict[str, Any]]:
-    return [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
+@pytest.mark.parametrize(
+    ("stage", "ranks", "cls", "used"),
+    rows(
+        [(1, 3, Counting, (0, 1, 2)), (0, 1, CountingWhatItHas, (0, 2)), (1, 1, Counting, None)],
+        [(2, 8, Counting, (2,)), (2, 1, CountingWhatItHas, (0, 2))],  # more ranks than some groups have shards
+    ),
+)
+def test_what_a_class_counts_it_counts_once_in_a_step(stage: int, ranks: int, cls: Any, used: Any) -> None:
+    """Also on ranks and in groups that hold nothing. ``used``: the steps that use ``a``; None: ``b`` comes later."""
 
-
-def counted(uses_a: Callable[[int], bool], added: bool = False) -> Loop:
-    """Return a loop of three steps; ``added``: ``b`` joins in the third."""
+    def groups(model: TwoVectors) -> Any:
+        return [model.a] if used is None else [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
 
     def loop(side: Side) -> list[Any]:
         for step in range(3):
-            if added and step == 2:
+            if used is None and step == 2:
                 side.optimizer.add_param_group({"params": [side.model.b]})
             side.clear()
-            side.train(lambda model, _, step=step: model(1.0 + step, uses_a(step)))  # type: ignore[misc]
+            side.train(lambda model, _, step=step: model(1.0 + step, used is None or step in used))  # type: ignore[misc]
             side.step()
         return [(group.get("k"), group.get("decay")) for group in side.optimizer.param_groups]
 
-    return loop
-
-
-COUNTS: list[tuple[int, int, Any, Loop, Any]] = rows(  # stage, ranks, class, loop, groups
-    [
-        (1, 3, Counting, counted(lambda step: True), two_groups),
-        (0, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-        (1, 1, Counting, counted(lambda step: True, added=True), lambda model: [model.a]),
-    ],
-    [
-        (2, 8, Counting, counted(lambda step: step == 2), two_groups),  # more ranks than some groups have shards
-        (2, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-    ],
-)
-
-
-@pytest.mark.parametrize(("stage", "ranks", "cls", "loop", "groups"), COUNTS)
-def test_what_a_class_counts_it_counts_once_in_a_step(
-    stage: int, ranks: int, cls: Any, loop: Loop, groups: Any
-) -> None:
-    """Also on ranks and in groups that hold nothing, whatever bucket a group is in, and in one that comes later."""
     settings = {"stage": stage, "bucket_cap_mb": 1e-6}
     same_as_plain(loop, TwoVectors, cls, ranks, groups=groups, settings=settings, lr=0.1)
 

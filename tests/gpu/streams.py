@@ -44,7 +44,6 @@ class Streams:
         return torch.cuda.stream(stream)
 
     def wait_for(self, name: str) -> None:
-        """Let the current stream wait for what is on another one."""
         if self._device != "cpu":
             torch.cuda.current_stream(self._device).wait_stream(self._of(name))
 
@@ -75,7 +74,6 @@ class Towers(nn.Module):
 
 
 def towers(device: str) -> tuple[Towers, list[Tensor]]:
-    """Return the model and its micro-batches."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         model, batches = Towers(), [torch.randn(16, WIDTH) for _ in range(12)]
@@ -102,7 +100,6 @@ def train(device: str, pattern: str, **options: Any) -> tuple[nn.Module, list[Te
 
 
 def train_plainly(device: str) -> tuple[nn.Module, list[Tensor]]:
-    """Train by the plain loop, on one stream."""
     model, batches = towers(device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     clip = partial(clip_grad_norm_, list(model.parameters()))

@@ -78,7 +78,6 @@ def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, s
 def test_a_checkpoint_goes_from_a_device_to_another(
     device: str, pair: tuple[str, str], stage: int, tmp_path: Path
 ) -> None:
-    """The states, the parameters and, on the same kind of device, the random generators."""
     first, second = (device if name == "there" else "cpu" for name in pair)
     options: dict[str, Any] = {"mixed_precision": PRECISIONS["bf16"] if stage % 2 else None, "lr": 1e-2}
     optimizer = ZeroOptimizer(model := build().to(first), stage=stage, **options)
@@ -100,7 +99,6 @@ def test_a_checkpoint_goes_from_a_device_to_another(
 
 @each(1)
 def test_saves_of_a_running_training_are_of_their_step(device: str, tmp_path: Path) -> None:
-    """The files are written beside the steps that follow, from a copy on the host."""
     optimizer, expected = ZeroOptimizer(model := build().to(device), stage=3, **ADAMW), list[nn.Module]()
     with CheckpointManager(tmp_path, optimizer) as manager:
         for step, batch in enumerate(on(device, odd_batches(6)), 1):
@@ -130,7 +128,6 @@ class Adds:
 
 @each(1, is_awaited=[False, True])
 def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(device: str, is_awaited: bool) -> None:
-    """The kernel that adds runs on the stream aside, too."""
     source, out = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
     aside, found = Aside().of(source.device), list[Tensor]()
     for number in range(8):

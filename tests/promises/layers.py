@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..support.errors import error_of
 from ..support.limits import BOUND
 
 BATCH = torch.linspace(-1, 1, 8).view(2, 4)
@@ -62,10 +60,6 @@ def on_ranks(act: Act, stage: int, world_size: int = 2, **arguments: Any) -> lis
         return act(model, zero(model, transport, stage, **arguments))
 
     return on_threads(world_size, program, timeout=BOUND)
-
-
-def errors_on_ranks(act: Act, stage: int, world_size: int = 2) -> list[str]:
-    return on_ranks(partial(error_of, act), stage, world_size)
 
 
 def replace(model: nn.Sequential) -> None:

@@ -16,15 +16,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
-from zero.core.stage import STAGES
 
 from ..support.rows import rows
 from ..support.sockets import on_sockets
 
-ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
 WIDTH = 16
 CAP_MB = 1.5 * WIDTH * WIDTH * 4 / 2**20  # one layer's weight and bias, which are two parameters
-LOGGERS = ("zero", "collectives")
 Step = Callable[[nn.Module, ZeroOptimizer], None]
 
 
@@ -133,9 +130,6 @@ def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: P
     of_states = [line.strip() for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict"))]
     assert of_states == [*each("prefetch"), *each("evict")]
     assert "  update bucket 0\n    evict bucket 0\n" in of_step
-
-
-# -- loggers -----------------------------------------------------------------------------------------------------------
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, logger: str, level: int, rank: int = 0) -> list[str]:

@@ -316,7 +316,6 @@ class PlainLoop:
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
     max_norm: float = 1.0
     before_clip: Callable[[PlainRanks], None] = lambda _: None
-    after_step: Callable[[nn.Module], None] = lambda _: None
     optimizer: torch.optim.Optimizer | None = None  # an existing optimizer of the model; a new AdamW by default
 
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
@@ -338,7 +337,6 @@ class PlainLoop:
             loop.step(scaler)
             scaler.update()
             scheduler.step()
-            self.after_step(model)
             loop.clear()
         handle.remove()
         return loop.optimizer

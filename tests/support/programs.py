@@ -18,35 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 
+from .machine.classes import BY_PARAMETER, CLASSES, FOR_LOOP
 from .models import build, odd_batches, odd_loss
 from .plain import Clear, assert_same_bits, assert_same_model, assert_same_states
-from .shampoo import Shampoo
 from .sides import AsPlain, OnRank, Side
 from .two_modes import TWO_MODES
-
-CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
-    "adamw fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
-    "adamw foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
-    "adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
-    "sgd": (torch.optim.SGD, {"lr": 0.1}),
-    "sgd momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
-    "sgd fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
-    "nadam": (torch.optim.NAdam, {}),
-    "radam": (torch.optim.RAdam, {}),
-    "adamax": (torch.optim.Adamax, {}),
-    "adadelta": (torch.optim.Adadelta, {}),
-    "asgd": (torch.optim.ASGD, {}),
-    "rprop": (torch.optim.Rprop, {}),
-}
-
-BY_PARAMETER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {  # they step whole parameters alone
-    "shampoo": (Shampoo, {"lr": 0.05}),
-}
-MATRICES = {"muon": (torch.optim.Muon, {"lr": 1e-2})}  # it takes matrices alone, and steps them whole
-FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
 
 
 @dataclass(frozen=True)

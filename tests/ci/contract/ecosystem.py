@@ -24,7 +24,6 @@ State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> State:
-    """Return a copy of a model's state, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -59,7 +58,6 @@ def language_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train_on_tokens(names: dict[str, Any]) -> None:
-    """Take two steps with the model and the optimizer of a block."""
     for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
         language_loss(names["model"], batch).backward()
         names["optimizer"].step()
@@ -78,8 +76,6 @@ def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     dist.all_gather_object(by_rank, calls)
     return [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
 
-
-# -- Trainer -----------------------------------------------------------------------------------------------------------
 
 DATASET = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
 

@@ -20,7 +20,6 @@ pytestmark = pytest.mark.timeout(300)  # a launcher and its ranks are started tw
 
 
 def run(folder: Path, ranks: int, *flags: str) -> str:
-    """Run the script under torchrun; return what rank 0 printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [*torchrun, "-m", "zero.examples.resume_on_other_ranks", str(folder), *flags]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENT)

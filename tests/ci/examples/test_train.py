@@ -63,13 +63,11 @@ def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(tmp_path: P
 
 
 def test_the_example_has_the_same_checkpoints_at_any_stage_and_number_of_ranks(tmp_path: Path) -> None:
-    """Four micro-batches in a step: two ranks have two each, and of three one has two."""
     text = tmp_path / "text"
     text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
     sizes = ("-m", "zero.examples.train", "--device=cpu", "--epochs=2", "--batch=8", "--save-every=3", f"--data={text}")
 
     def contents(folder: Path, ranks: int, *more: str) -> dict[str, str]:
-        """Return the content of the checkpoints, by step."""
         shown = shown_by(tmp_path, ranks, *sizes, f"--checkpoint={folder}", f"--out={folder}.pt", *more)
         assert "epoch 2: validation loss" in shown
         return {path.name: zero.open_checkpoint(path).content for path in sorted(folder.glob("step-*"))}

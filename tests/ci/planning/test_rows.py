@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
-import pytest
 
 from benchmarks.plan import fit as plan_fit
 from benchmarks.plan import scores as score
-from benchmarks.plan.__main__ import COLUMNS, main
 from benchmarks.plan.rows import RowCounter, RowPlan, plan_rows
 from zero.planning.seconds.compute import CONSTANTS
-
-ROW = {"id": "a row", "framework": "torch FSDP1", "layers": "2", "hidden": "256", "heads": "4", "vocab": "1000"}
-ROW |= {"seq": "128", "micro_batch": "2", "gpus": "16", "gpu": "a100-80", "precision": "bf16", "sharding": "zero3"}
-MEASURED = ("tokens_s_gpu", "step_s", "tflops_gpu", "mfu_pct", "mem_gib", "mem_kind", "outcome")
 
 
 @functools.cache
@@ -82,20 +74,3 @@ def test_what_the_paper_on_fsdp_claims_is_planned() -> None:
     assert len(found) == 7
     missed = [claim for claim, _, agrees in found if not agrees]
     assert missed == ["175B: 186 TFLOP/s a GPU", "11.3B: 512 GPUs at 0.93 of 8, each"]
-
-
-def test_a_table_is_planned_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table, out = tmp_path / "rows.csv", tmp_path / "out.csv"
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, ROW)
-        writer.writeheader()
-        writer.writerows([ROW, {**ROW, "gpu": "h10"}])
-    assert main(["--rows", str(table), "--out", str(out)]) == 2
-    with out.open(newline="") as file:
-        right, wrong = csv.DictReader(file)
-    assert tuple(right) == COLUMNS
-    assert float(right["band_low"]) <= float(right["tokens_s_gpu"]) <= float(right["band_high"])
-    assert (right["id"], right["fits"], right["error"]) == ("a row", "yes", "")
-    assert wrong["error"] == "gpu: 'h10' is unknown: did you mean 'h100'?"
-    assert not any(value for name, value in wrong.items() if name not in ("id", "error"))
-    assert capsys.readouterr().err.startswith("error: 1 of 2 rows cannot be planned, and ")

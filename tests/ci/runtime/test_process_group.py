@@ -107,7 +107,6 @@ if rank == 0:
 def test_the_gloo_group_beside_another_backend_is_one_line_and_an_error_in_time_if_a_rank_is_gone(
     tmp_path: Path,
 ) -> None:
-    """It outlives the default group, so that an optimizer can be closed behind that; another life makes another one."""
     command = [sys.executable, "-c", BESIDE, str(tmp_path / "store")]
     ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
     first, second = (rank.communicate(timeout=LIMIT)[0] for rank in ranks)
