@@ -94,15 +94,18 @@ AT_STAGE_3: dict[str, tuple[Any, ...]] = {
     "sharding_factor": (None, 1, 2),
     "stage": (3,),
 }
-ON_ACCELERATORS = pair_rows(
-    AT_STAGE_3,
-    lambda row: (
-        there_is({"rounding": None, "device": "cuda", **row}) and bool(row["mixed_precision"] or row["offload"])
-    ),
-)
 
 
-@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, *range(6)))
+def is_told_apart(row: Row) -> bool:
+    """Return whether a row is of a rank that gathers 16 bits, or whose parameters are on the host."""
+    gathers = row["world_size"] > 1 != row["sharding_factor"] and row["mixed_precision"]
+    return there_is({"rounding": None, "device": "cuda", **row}) and bool(row["offload"] or gathers)
+
+
+ON_ACCELERATORS = pair_rows(AT_STAGE_3, is_told_apart)
+
+
+@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, 0, 1, 2, 3, 5, 9))
 @pytest.mark.usefixtures("accelerated")
 def test_parameters_on_an_accelerator_or_in_the_hosts_memory_are_counted_where_they_lie(
     row: Row, request: pytest.FixtureRequest, tmp_path: Path
