@@ -257,18 +257,6 @@ def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[
     return results
 
 
-def deal_differently(group: dist.ProcessGroup, rank: int) -> str:
-    """Run a block whose loader shuffles by a seed of each rank. Return the error."""
-    example = EXAMPLES["A loader of your own"]
-    names = names_of(example, 2, group, rank)
-    order = torch.Generator().manual_seed(rank)
-    names["loader"] = DataLoader(names["dataset"], batch_size=loops.SAMPLES, shuffle=True, generator=order)
-    with pytest.raises(RuntimeError) as raised:
-        exec(loops.code_of("A loader of your own"), names)
-    names["optimizer"].close()
-    return str(raised.value)
-
-
 def started_names(names: dict[str, Any], stage: int) -> dict[str, Any]:
     """Return the variables of a block for processes that have run the block `Start`: the world is the group."""
     public = {name: value for name, value in names.items() if not name.startswith("__")}

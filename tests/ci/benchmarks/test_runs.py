@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,10 @@ import typer
 from typer.testing import CliRunner, Result
 
 pytest.importorskip("matplotlib")
-from benchmarks import checkpoint, rounding, steps
-from benchmarks import collectives as one_host
-from benchmarks.checkpoint_rank import COLD, SAVE, SAVES, TRAIN, WARM, SaveSample
-from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
+from benchmarks import steps
 from benchmarks.gpu_short import __main__ as gpu_short
 from benchmarks.gpu_short import clock
-from benchmarks.gpu_short.job import SECTIONS, WHOLE, ShortJob, file_of, outcome_of
+from benchmarks.gpu_short.job import SECTIONS, WHOLE, outcome_of
 from benchmarks.gpu_short.page import Found, tables
 from benchmarks.processes import RankError, run_ranks
 from benchmarks.report import Report
@@ -49,18 +44,6 @@ def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
         run_ranks("step_rank", '{"no_such_field": 1}', 1)
 
 
-def test_every_algorithm_is_timed_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    least = replace(one_host.QUICK, sizes=[4096], seconds=0.01, least=1, most=2)
-    monkeypatch.setattr(one_host, "QUICK", least)
-    parts = parts_of(one_host.main, tmp_path / "collectives.json", "--ranks", 2)
-    everywhere = {"shared", "pairwise", "ring", GLOO, ROOFLINE}
-    assert {(part["operation"], part["algorithm"]) for part in parts} == {
-        *(("reduce-scatter", name) for name in everywhere),
-        *(("all-gather", name) for name in everywhere | {IN_COMMON, RELEASED}),
-    }
-    assert all(0 < part["low"] <= part["median"] <= part["high"] < 60 for part in parts)
-
-
 def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
     options = [word for name in (FLOOR, DDP, "zero 2") for word in ("--system", name)]
@@ -73,47 +56,6 @@ def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypa
     assert ours.states < 0.51 * ddp.states + 1e5
     assert ours.peak > 0 < ours.proportional
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_saves_and_loads_are_timed_beside_peers(tmp_path: Path) -> None:
-    parts = parts_of(checkpoint.main, tmp_path / "out" / "checkpoint.json", "--folder", tmp_path)
-    samples = [SaveSample(**part) for part in parts]
-    assert {sample.what for sample in samples} == {SAVE, TRAIN, COLD, WARM}
-    assert {sample.way for sample in samples if sample.what == SAVE} >= set(SAVES)
-    assert all(0 < s.values["call"] <= s.values["done"] < 60 for s in samples if s.what == SAVE)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-WORKER = """
-import os, sys, time
-from benchmarks.gpu_short.job import ShortJob, run
-from benchmarks.rank import end_with
-
-def section(ends):
-    def measure(job):
-        yield {"row": 1}
-        eval(ends)
-        yield {"row": 2}
-    return measure
-
-end_with(int(sys.argv[2]))
-what = {"a": "None", "b": "{}['a bug']", "c": "time.sleep(600)", "d": "os._exit(3)", "e": "None"}
-run(ShortJob.from_json(sys.argv[1]), {name: section(ends) for name, ends in what.items()}, "a GPU")
-"""
-OUTCOMES = {"a": WHOLE, "b": "KeyError: 'a bug'", "c": "cut off after 3 s", "d": "its process ended with 3", "e": WHOLE}
-
-
-def test_a_section_that_fails_ends_or_hangs_keeps_its_rows_and_ends_no_other(tmp_path: Path) -> None:
-    job = ShortJob(str(tmp_path), "abcde", "cpu", True, command="python -m benchmarks.gpu_short")
-    begin = time.monotonic()
-    gpu_short.run(job, [sys.executable, "-c", WORKER], {name: 3.0 if name == "c" else 30.0 for name in OUTCOMES})
-    assert time.monotonic() - begin < 600, "the one that hangs was cut off"
-    for name, outcome in OUTCOMES.items():
-        report = Report.read(file_of(str(tmp_path), name))
-        rows = [{"row": 1}, {"row": 2}][: 2 if outcome == WHOLE else 1]
-        assert [part for part in report.parts if "row" in part] == rows
-        assert outcome_of(report)["outcome"] == outcome
-    assert "| its process ended with 3 |" in (tmp_path / "gpu-short.md").read_text()
 
 
 def test_all_sections_run_on_the_cpu_and_without_a_gpu_the_command_says_so(
@@ -132,12 +74,6 @@ def test_all_sections_run_on_the_cpu_and_without_a_gpu_the_command_says_so(
     done = run(gpu_short.main, "--out", tmp_path)
     assert done.exit_code == 2
     assert done.stderr.startswith("error: there is no CUDA here")
-
-
-def test_the_loss_of_each_way_to_round_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    rounding.main(["--steps", "2", "--seeds", "1"])
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line[:22].strip() for line in lines] == list(rounding.LOOPS)
 
 
 RESULTS = ROOT / "benchmarks" / "results"

@@ -44,11 +44,6 @@ def test_training_goes_on_from_what_was_saved_which_is_plain(gloo: GlooPool, tmp
             assert_same_dict(state, expected.state_dict())
 
 
-def test_loaders_that_shuffle_differently_are_an_error_on_every_rank(gloo: GlooPool) -> None:
-    for said in gloo.run(recipes.deal_differently):
-        assert said == "the loaders of the ranks have different micro-batches: give each the same seed"
-
-
 def test_blocks_on_meshes_train_the_bits_of_their_plain_loops(tmp_path: Path) -> None:
     """A mesh of two copies; tensor parallelism by hand, which adds parts; a pipeline of two copies, of half batches."""
     batches = EXAMPLES["fp32"].micro_batches()

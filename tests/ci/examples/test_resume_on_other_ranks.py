@@ -8,13 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from zero.examples.resume_on_other_ranks import train
 
 from ...support.limits import PATIENT
 from ...support.loops import ROOT
-from ...support.pool import GlooPool
 
 pytestmark = pytest.mark.timeout(300)  # a launcher and its ranks are started twice
 
@@ -53,14 +51,3 @@ def test_a_step_that_is_taken_already_is_no_place_to_stop(tmp_path: Path) -> Non
     for step in (3, 10, 25):
         with pytest.raises(SystemExit, match=rf"^--stop-after {step}: \S+ has step 10 of 24, so give one after it$"):
             train(str(tmp_path), 2, step)
-
-
-def too_many(group: dist.ProcessGroup, rank: int, folder: str) -> str:
-    with pytest.raises(SystemExit) as raised:
-        train(folder, 2, None)
-    return str(raised.value)
-
-
-def test_ranks_that_cannot_share_a_step_evenly_are_told_which_can(gloo: GlooPool, tmp_path: Path) -> None:
-    for said in gloo.run(too_many, str(tmp_path), ranks=range(4)):
-        assert said == "4 ranks cannot share 6 micro-batches evenly: start 1, 2, 3 or 6 ranks"

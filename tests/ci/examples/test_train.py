@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import sys
 from pathlib import Path
 from subprocess import run
@@ -11,7 +10,6 @@ from subprocess import run
 import pytest
 import torch
 
-import zero
 from tests.commands.conftest import LIMIT, ROOT
 from tests.support.plain import assert_same_value
 
@@ -60,23 +58,6 @@ def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(tmp_path: P
         assert shown_by(tmp_path, ranks, "script.py") == "", "it prints nothing"
         trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
     assert_same_value(trained[1], trained[0], "the model")
-
-
-def test_the_example_has_the_same_checkpoints_at_any_stage_and_number_of_ranks(tmp_path: Path) -> None:
-    text = tmp_path / "text"
-    text.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(400)))
-    sizes = ("-m", "zero.examples.train", "--device=cpu", "--epochs=2", "--batch=8", "--save-every=3", f"--data={text}")
-
-    def contents(folder: Path, ranks: int, *more: str) -> dict[str, str]:
-        shown = shown_by(tmp_path, ranks, *sizes, f"--checkpoint={folder}", f"--out={folder}.pt", *more)
-        assert "epoch 2: validation loss" in shown
-        return {path.name: zero.open_checkpoint(path).content for path in sorted(folder.glob("step-*"))}
-
-    alone = contents(tmp_path / "alone", 1)
-    assert contents(tmp_path / "two", 2, "--stage=3") == alone
-    for name in list(alone)[-2:]:
-        shutil.rmtree(tmp_path / "two" / name)
-    assert contents(tmp_path / "two", 3, "--stage=1") == alone
 
 
 def test_the_loop_of_accelerate_has_the_same_hash_at_any_stage_and_number_of_ranks_and_resumed(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from ...support.machine.program import Scaled
 from ...support.machine.run import Played, run
 from ...support.pool import WITHOUT_GLOO, GlooPool, ProgramError
 
-LOOPS: Any = DIALS[0].values
-LOOP = [*step(1), *LOOPS["no sync"], Scaled(6, overflow=1)]
+LOOPS: dict[str, Any] = dict(DIALS[0].values)
+LOOPS["all"] = [*step(1), *LOOPS["no sync"], Scaled(6, overflow=1)]
 
 
 @pytest.fixture(scope="module")
@@ -34,22 +34,22 @@ def six() -> Iterator[GlooPool]:
     pool.stop()
 
 
-def check(pool: GlooPool, job: Any, stage: int, ranks: Any, loop: Any = LOOP, **changes: Any) -> None:
+def check(pool: GlooPool, job: Any, stage: int, ranks: Any, loop: str = "all", **changes: Any) -> None:
     """Run a program on a mesh of some of six processes, or on all of them, and compare it with the plain loop."""
     members = list(range(6)) if ranks is None else torch.tensor(ranks).flatten().tolist()
     config = config_with({"stage": stage, "world_size": len(members), "mesh": ranks is not None, **changes})
-    results = pool.run(job, config, loop, *([] if ranks is None else [ranks]), ranks=range(6))
-    run(config, *loop, backend=Played([results[rank] for rank in members]))
+    results = pool.run(job, config, LOOPS[loop], *([] if ranks is None else [ranks]), ranks=range(6))
+    run(config, *LOOPS[loop], backend=Played([results[rank] for rank in members]))
 
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "changes"),
     [
         (3, [[0, 2, 4], [1, 3, 5]], {}),
-        (2, [[0, 3], [1, 4], [2, 5]], {"loop": LOOPS["uneven"]}),
+        (2, [[0, 3], [1, 4], [2, 5]], {"loop": "uneven"}),
         (1, [[0, 1, 2], [3, 4, 5]], {"precision": "fp16"}),
         (3, [[0, 1], [2, 3], [4, 5]], {"precision": "bf16", "reshard": False}),
-        (0, [[0, 1, 2], [3, 4, 5]], {"loop": LOOPS["uneven"]}),
+        (0, [[0, 1, 2], [3, 4, 5]], {"loop": "uneven"}),
         (3, [1, 2, 5], {"collective": "pairwise"}),
     ],
     ids=str,
@@ -91,7 +91,7 @@ def test_so_have_parts_of_groups_without_gloo(without_gloo: GlooPool, ranks: Any
 def test_a_collective_that_needs_gloo_itself_is_an_error_by_name(without_gloo: GlooPool) -> None:
     config = config_with({"stage": 1, "world_size": 2, "collective": "native"})
     with pytest.raises(ProgramError) as caught:
-        without_gloo.run(jobs.on_group, config, [], ranks=(1, 3))
+        without_gloo.run(jobs.on_group, config, step(1), ranks=(1, 3))
     for _, text in caught.value.errors.values():
         assert "its backend 'cuda:unmoving' moves no cpu tensors: init_process_group('cpu:gloo,cuda:nccl')" in text
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from benchmarks.plan.own import FSDP2, PLAIN, fsdp2_host, own_runs, rows_of, todays_calls
 from benchmarks.plan.systems import SYSTEMS
-from zero.core.buckets import DEFAULT_CAP_MB
-from zero.planning.hardware import HostCalls, presets
-from zero.planning.models.shapes import from_config
-from zero.planning.models.works import count_transformer
-from zero.planning.plan import Planner
+from zero.planning.hardware import presets
 from zero.planning.seconds.compute import CONSTANTS
-from zero.planning.setting import Training
-
-from ...planning.configs import LLAMA_3_8B
 
 
 def digits(value: float, count: int = 3) -> float:
@@ -45,19 +38,3 @@ def test_steps_are_planned_near_the_measured_ones() -> None:
         errors = [run.error for run in runs if run.name.startswith("zero") and run.tokens == tokens]
         assert len(errors) == count
         assert low <= min(errors) <= max(errors) <= high
-
-
-def test_small_buckets_are_planned_to_cost_what_their_host_takes() -> None:
-    """Llama-3.1-8B on 8 H200 with 2,048 tokens: a bucket for each unit, and 25 MiB. The host of such a model, narrow,
-    takes 2.6 of what it takes with a bucket for each unit."""
-    model = from_config(LLAMA_3_8B, "8B")
-    planner = Planner(model, count_transformer(model, 1, 2048), Training())
-
-    def cost(calls: HostCalls) -> float:
-        cluster = replace(presets().cluster("h200:8"), calls=calls)
-        settings = (planner.setting(cluster, 3, cap) for cap in (None, DEFAULT_CAP_MB))
-        unit, small = (planner.step(setting, cluster).seconds for setting in settings)
-        return small / unit
-
-    assert cost(HostCalls(**dict.fromkeys(asdict(presets().calls), 0.0))) < 1.15
-    assert 1.6 < cost(presets().calls) < 1.9
