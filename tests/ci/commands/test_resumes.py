@@ -143,29 +143,3 @@ def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_
     assert job.returncode == 0, said
     assert script.saved() == [stopped, 200]
     script.check()
-
-
-def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_same_bits(
-    tmp_path: Path, expected: torchrun.TrainedRun
-) -> None:
-    command = [sys.executable, "-m", "zero.commands.cli", "train"]
-    with subprocess.Popen(
-        [*command, "--ranks=2", *CADENCE.flags(tmp_path, stage=3)], cwd=torchrun.ROOT, stderr=subprocess.PIPE, text=True
-    ) as run:
-        end = time.monotonic() + torchrun.LIMIT
-        while not torchrun.verified(tmp_path) and time.monotonic() < end:
-            time.sleep(0.01)
-        ranks = [
-            pid for pid in torchrun.processes(run.pid) if "zero.commands.train.command" in torchrun.command_line(pid)
-        ]
-        torchrun.send(ranks[1:], signal.SIGKILL)
-        _, said = run.communicate(timeout=torchrun.LIMIT)
-    assert run.returncode == 1, said
-    assert "rank 1: the process was ended by SIGKILL" in said
-    assert torchrun.verified(tmp_path).items() <= expected.contents.items()
-    alone = subprocess.run(
-        [*command, "--ranks=1", *CADENCE.flags(tmp_path, stage=1)], cwd=torchrun.ROOT, capture_output=True, text=True
-    )
-    assert alone.returncode == 0, alone.stderr
-    assert re.search(r"on 1 cpu rank\(s\): step [1-9]", alone.stdout)
-    torchrun.check_outcome(tmp_path, expected, "two ranks, then one")
