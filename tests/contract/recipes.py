@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from zero import MicroBatchSampler, MixedPrecision, StochasticRounding, ZeroOptimizer, save
 
 from ..support import loops
+from ..support.models import take_steps
 from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
 
@@ -309,7 +310,4 @@ def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Ten
 
 def step_through(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]], rank: int) -> None:
     """Take a step for every two micro-batches."""
-    for inputs, targets in batches[rank::WORLD_SIZE]:
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, batches[rank::WORLD_SIZE], loops.mean_loss)

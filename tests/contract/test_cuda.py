@@ -8,7 +8,7 @@ for the others forever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..support.devices import DEVICES, GPU, OnDevice, RankOnDevice, deterministi
 from ..support.machine.program import Config, Lend, Scaled, Setting, ZeroGrad
 from ..support.machine.ranks import Saved
 from ..support.machine.run import run
-from ..support.models import build, odd_batches, odd_loss
+from ..support.models import build, odd_batches, take_steps
 from ..support.pairs import Row, pair_rows
 from ..support.plain import assert_same_model
 from ..support.pool import GlooPool
@@ -150,13 +150,6 @@ def in_a_stream(device: str) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> None:
-    for batch in batches:
-        odd_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.law("host synchronisation")
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("device", DEVICES)
@@ -167,13 +160,13 @@ def test_a_step_lets_the_host_run_ahead(device: str) -> None:
         options: dict[str, Any] = {"stage": stage, "bucket_cap_mb": 0.0005, "offload": offload}
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, fused=True, **options)
         with in_a_stream(device):
-            train(model, optimizer, batches[:2])
+            take_steps(model, optimizer, batches[:2])
             with nobody_waits(device):
-                train(model, optimizer, batches[2:])
+                take_steps(model, optimizer, batches[2:])
             optimizer.close()
         if device != "cpu":
             torch.cuda.synchronize()
-        train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+        take_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
         assert_same_model(model, plain)
 
 

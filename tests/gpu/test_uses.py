@@ -23,7 +23,7 @@ from collectives.algorithms.ordered_sum import AddedAside, Aside, ordered_sum
 from zero import CheckpointManager, Offload, ZeroOptimizer, clip_grad_norm_, load, save
 
 from ..support.devices import DEVICE, HAS_GPU, deterministic, deterministic_products, on
-from ..support.models import build, odd_batches, odd_loss, seeded
+from ..support.models import build, odd_batches, seeded, take_steps
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 
@@ -162,13 +162,6 @@ def test_the_parts_of_a_step_may_have_streams_of_their_own(
         assert_same_bits(ours, theirs)
 
 
-def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss_of: Any) -> None:
-    for batch in batches:
-        loss_of(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @each(1, stage=[1, 3], decay=[0.1, 1e-4])
 @pytest.mark.filterwarnings("ignore:Adam is not element-wise")
 def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, stage: int, decay: float) -> None:
@@ -190,7 +183,7 @@ def test_a_checkpoint_goes_from_a_device_to_another(
     first, second = (device if name == "there" else "cpu" for name in pair)
     options: dict[str, Any] = {"mixed_precision": PRECISIONS["bf16"] if stage % 2 else None, "lr": 1e-2}
     optimizer = ZeroOptimizer(model := build().to(first), stage=stage, **options)
-    take_steps(model, optimizer, on(first, odd_batches(3)), odd_loss)
+    take_steps(model, optimizer, on(first, odd_batches(3)))
     save(tmp_path / "saved", optimizer)
     drawn = torch.rand(4, device=first)
     optimizer.consolidate_state_dict(0)
@@ -211,7 +204,7 @@ def test_saves_of_a_running_training_are_of_their_step(device: str, tmp_path: Pa
     optimizer, expected = ZeroOptimizer(model := build().to(device), stage=3, **ADAMW), list[nn.Module]()
     with CheckpointManager(tmp_path, optimizer) as manager:
         for step, batch in enumerate(on(device, odd_batches(6)), 1):
-            take_steps(model, optimizer, [batch], odd_loss)
+            take_steps(model, optimizer, [batch])
             with optimizer.gathered():
                 expected.append(build(9).to(device))
                 expected[-1].load_state_dict(model.state_dict())

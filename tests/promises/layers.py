@@ -12,16 +12,9 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.limits import BOUND
+from ..support.small import blocks as build
 
 BATCH = torch.linspace(-1, 1, 8).view(2, 4)
-
-
-def build() -> nn.Sequential:
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    for number, layer in enumerate(layers):
-        nn.init.constant_(layer.weight, 0.25 + number)
-        nn.init.constant_(layer.bias, -0.5 * number)
-    return nn.Sequential(*layers)
 
 
 def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimizer:

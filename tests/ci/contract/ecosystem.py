@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from ...support.loops import LossOf, PlainLoop, seeded
+from ...support.models import take_steps
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
 
@@ -58,10 +59,8 @@ def language_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train_on_tokens(names: dict[str, Any]) -> None:
-    for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
-        language_loss(names["model"], batch).backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
+    batches = tokens(4)[names["rank"] :: WORLD_SIZE]
+    take_steps(names["model"], names["optimizer"], batches, language_loss)
 
 
 def variables(started: dict[str, Any], stage: int, **more: Any) -> dict[str, Any]:

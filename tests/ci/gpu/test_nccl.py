@@ -39,7 +39,7 @@ from ...dials.record import config_with
 from ...support import devices
 from ...support.machine.program import Config, Setting
 from ...support.machine.run import run
-from ...support.models import build, odd_batches, odd_loss
+from ...support.models import build, odd_batches, odd_loss, take_steps
 from ...support.plain import assert_same_model, plain_step, share
 from ...support.pool import SIZE, GlooPool
 
@@ -110,10 +110,7 @@ def train_attention(group: dist.ProcessGroup, rank: int, device: str, stage: int
     with devices.deterministic():
         model, batches = attention(device)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-3, fused=True)
-        for batch in share(batches, rank, 2):
-            attention_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, share(batches, rank, 2), attention_loss)
         optimizer.close()
     return model.cpu()
 
@@ -215,9 +212,7 @@ def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, fault: st
     optimizer = ZeroOptimizer(
         model, torch.optim.AdamW, stage=stage, process_group=group, collective="all_to_all", bucket_cap_mb=0.0005
     )
-    odd_loss(model, batches[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(model, optimizer, batches[:1])
     if rank == 1:
         mock.patch.object(dist, "all_to_all_single", FAULTS[fault]).start()
     begin = time.monotonic()
