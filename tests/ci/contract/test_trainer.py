@@ -6,10 +6,6 @@ import copy
 import dataclasses
 import gc
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +22,7 @@ from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer
 from ...contract.recipes import assert_same_dict
 from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
-from ...support.loops import ROOT, code_of, seeded
+from ...support.loops import code_of, seeded
 from ...support.refused import REFUSED
 from .ecosystem import DATASET, WORLD_SIZE, by_micro_batch, gpt2, note_inputs, plain_trainer, state_of, variables
 from .ecosystem import training_arguments as arguments_of
@@ -34,7 +30,6 @@ from .ecosystem import training_arguments as arguments_of
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from zero.examples import finetune_lora, hf_trainer  # noqa: E402 - needs transformers
 from zero.integrations.transformers import ZeroConfig, ZeroTrainer  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -376,41 +371,3 @@ def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_anot
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert_same_dict(state_of(saved), first)
     assert {value.dtype for value in first.values()} == {torch.bfloat16}
-
-
-def digest_of(text: str) -> str:
-    word, digest = text.splitlines()[-1].split()
-    assert word == "SHA-256"
-    return digest
-
-
-def run_on_two_ranks(name: str, folder: Path, *words: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", f"zero.examples.{name}", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
-    assert ended.returncode == 0, ended.stderr
-    return digest_of(ended.stdout)
-
-
-def test_scripts_have_the_same_bits_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-
-    def alone(main: Any, *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["script", *words])
-        main()
-        return digest_of(capsys.readouterr().out)
-
-    words = ("--output_dir", str(tmp_path / "run"), "--max_steps=6", "--save_steps=3", "--eval_steps=3")
-    expected = alone(hf_trainer.main, *words, "--stage=1")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
-    assert run_on_two_ranks("hf_trainer", tmp_path, *words, "--stage=3") == expected
-    expected = alone(finetune_lora.main, "--epochs=2", "--stage=0")
-    assert run_on_two_ranks("finetune_lora", tmp_path, "--epochs=2", "--adapters=adapters.pt") == expected
-    adapters = torch.load(tmp_path / "adapters.pt", weights_only=True)
-    assert len(adapters) == 2 * 9
-    assert all(name.endswith((".down", ".up")) for name in adapters)
-    for name in ("", "/dev/null"):
-        with pytest.raises(SystemExit, match=f"^--data '{name}' must be a file of at least 640 bytes$"):
-            hf_trainer.samples(name)
