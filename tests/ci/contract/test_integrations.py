@@ -277,7 +277,7 @@ def two_models(started: dict[str, Any], folder: Path) -> None:
 
     from zero.integrations.accelerate import ZeroAccelerator
 
-    AcceleratorState._reset_state()  # of the block, which computes in bf16
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the block, which computes in bf16
     GradientState._reset_state()
     os.environ["LOCAL_RANK"] = "0"
     project = ProjectConfiguration(save_on_each_node=True)
