@@ -17,9 +17,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Chain, Work, solo
-from collectives.algorithms.base import Launched
-from collectives.algorithms.ordered_sum import AddedAside, Aside, ordered_sum
 from zero import CheckpointManager, Offload, ZeroOptimizer, clip_grad_norm_, load, save
 
 from ..support.devices import DEVICE, HAS_GPU, deterministic, deterministic_products, on
@@ -214,41 +211,6 @@ def test_saves_of_a_running_training_are_of_their_step(device: str, tmp_path: Pa
         load(tmp_path / f"step-{step:08d}", following)
         following.close()
         assert_same_model(again, then)
-
-
-class Adds:
-    """A work that adds three times the source, late, on the current stream."""
-
-    def __init__(self, source: Tensor, out: Tensor) -> None:
-        self._source, self._out = source, out
-
-    def wait(self) -> None:
-        if self._out.is_cuda:
-            torch.cuda._sleep(CYCLES)
-        ordered_sum([self._source] * 3, self._out)
-
-
-@each(1, is_awaited=[False, True])
-def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(device: str, is_awaited: bool) -> None:
-    source, out = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
-    aside, found = Aside().of(source.device), list[Tensor]()
-    for number in range(8):
-        if source.is_cuda:
-            torch.cuda._sleep(CYCLES)
-        source.fill_(number)
-        adds: Any = Adds(source, out)
-        work: Work = adds
-        if aside is None:
-            work.wait()
-        else:
-            work = AddedAside(solo(), Launched(Chain(()), adds), aside, source.device, (source, out))
-            if is_awaited:
-                work.wait()
-            del work
-        found.append(out.clone())
-        source.zero_()
-        out.zero_()
-    assert torch.stack(found).unique(dim=1).flatten().tolist() == [3.0 * number for number in range(8)]
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="the CPU has no CUDA graphs")

@@ -19,7 +19,7 @@ from benchmarks.gpu_short.job import SECTIONS, WHOLE, outcome_of
 from benchmarks.gpu_short.page import Found, tables
 from benchmarks.processes import RankError, run_ranks
 from benchmarks.report import Report
-from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries
+from benchmarks.step_tables import Summary
 from benchmarks.systems import DDP, FLOOR
 
 pytestmark = pytest.mark.timeout(400)  # a fresh process for each rank imports torch, and a busy machine takes its time
@@ -132,17 +132,3 @@ def test_a_report_is_read_as_it_was_written_and_names_no_folder(
     assert report.command == "python -m benchmarks.steps --out DIR --folder=DIR --model deep --in-turn 'zero 2@DIR'"
     report.write(tmp_path / "new" / "steps.json")
     assert Report.read(tmp_path / "new" / "steps.json") == report
-
-
-def test_ratios_are_taken_within_a_round_or_of_steps_that_followed_each_other() -> None:
-    times = {DDP: (1.0, 10.0, 3.0), "zero 2": (2.0, 5.0, 3.0), FLOOR: (1.0, 5.0)}
-    runs = [
-        Run(system, "deep", number, 2, seconds, 0.5, 1, 2, 3, 10 * number, 5)
-        for system, rounds in times.items()
-        for number, seconds in enumerate(rounds)
-    ]
-    ours = next(summary for summary in summaries(runs) if summary.system == "zero 2")
-    assert (ours.seconds, ours.of_ddp, ours.of_floor, ours.peak, ours.rounds) == (3.0, 1.0, 1.5, 10, 3)
-    turns = [Turn(0, "m", "a", [1.0, 2.0, 9.0], 0.5), Turn(0, "m", "b", [2.0, 4.0, 9.0], 0.5)]
-    turns += [Turn(1, "m", "a", [5.0, 5.0, 5.0], 0.5), Turn(1, "m", "b", [5.0, 5.0, 5.0], 0.5)]
-    assert [row[2:4] for row in in_turn(turns).rows] == [["1.000", "1.000–1.000"], ["1.500", "1.250–1.750"]]
