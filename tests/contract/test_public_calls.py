@@ -11,17 +11,12 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from ..support.models import build as locked_build
-from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, share
+from ..support.models import build, odd_batches, odd_loss
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from ..support.sides import Side, same_as_plain
+from ..support.sides import OnRank, Side, same_as_plain
 from ..support.small import TwoVectors
 from ..support.trainings import Counting
-
-
-def build() -> nn.Module:
-    return locked_build(0)
 
 
 @pytest.mark.parametrize("stage", rows([2], [0]))
@@ -31,56 +26,45 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         rest = [p for p in model.parameters() if p.dim() <= 1]
         return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int, divisor: float) -> list[str]:
-        events: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: events.append("post"))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    def loop(side: Side) -> list[str]:
+        events = list[str]()
+        assert isinstance(side.optimizer, torch.optim.Optimizer)
+        assert side.optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+        side.optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
+        side.optimizer.register_step_post_hook(lambda *_: events.append("post"))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=5)
         for step in range(4):
 
             def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = torch.zeros(())
-                for batch in share(odd_batches(6, step), rank, ranks):
-                    loss = odd_loss(model, batch)
-                    loss.backward()
-                for p in model.parameters():
-                    if p.grad is not None and divisor != 1:
-                        p.grad.div_(divisor)
-                return loss
+                side.clear()
+                for turn in range(2):
+                    side.train(lambda model, rank, at=2 * step + turn: odd_loss(model, odd_batches(3, at)[rank]))  # type: ignore[misc]
+                return torch.zeros(())
 
-            assert isinstance(optimizer.step(closure), Tensor)
+            if isinstance(side, OnRank):
+                assert isinstance(side.optimizer.step(closure), Tensor)
+            else:
+                closure()
+                side.step()
             scheduler.step()
-            optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+            side.optimizer.param_groups[1]["weight_decay"] = 0.01 * step
         return events
 
-    def program(transport: Transport) -> nn.Module:
-        model = build()
-        arguments: dict[str, Any] = {"stage": stage, "module": model, "divisor": 6, "partition": "element"}
-        optimizer = ZeroOptimizer(groups(model), process_group=transport, **arguments)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert optimizer.param_groups[0]["params"][0] is next(p for p in model.parameters() if p.dim() > 1)
-        assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
-        assert loop(model, optimizer, transport.rank, 3, 1) == ["pre", "post"] * 4
-        return model
-
-    plain = build()
-    loop(plain, torch.optim.AdamW(groups(plain)), 0, 1, 6)
-    for model in on_threads(3, program):
-        assert_same_model(model, plain)
+    settings = {"stage": stage, "partition": "element"}
+    same_as_plain(loop, build, torch.optim.AdamW, 3, groups=groups, settings=settings)
 
 
 def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     def program(transport: Transport) -> nn.Module:
-        model = locked_build(transport.rank)
+        model = build(transport.rank)
         model.count = nn.Buffer(torch.tensor(transport.rank))
         ZeroOptimizer(list(model.last.parameters()), module=model, process_group=transport)
         assert model.count == 0
         return model
 
     for model in on_threads(3, program):
-        assert_same_bits(model.offset, locked_build(0).offset)
-        assert_same_model(model, locked_build(0))
+        assert_same_bits(model.offset, build(0).offset)
+        assert_same_model(model, build(0))
 
 
 class CountingWhatItHas(torch.optim.SGD):

@@ -418,7 +418,7 @@ CHECKS: list[tuple[Callable[[Any], object], Any, str]] = [
 
 
 @pytest.mark.parametrize(("check", "given", "words"), CHECKS)
-def test_what_trainer_has_found_differs_or_the_environment_chooses_is_an_error(
+def test_processes_plugins_and_ranks_that_cannot_be_are_errors(
     check: Callable[[Any], object], given: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
