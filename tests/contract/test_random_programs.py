@@ -34,7 +34,6 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> None:
-
     class OnSockets(RandomPrograms):
         make_backend = Sockets
         most_ranks = 4

@@ -55,7 +55,6 @@ def loaded() -> Any:
     ),
 )
 def test_script_modules_train_as_in_the_plain_loop(make: Any, stage: int, ranks: int, precision: str) -> None:
-
     def build() -> nn.Module:
         """Return a model whose next calls run the graph that torch.jit has optimised, which may round otherwise."""
         model: nn.Module = make()

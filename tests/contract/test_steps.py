@@ -61,7 +61,6 @@ def everything_but_step(command: p.Command | None, rank: Rank) -> None:
 
 @pytest.mark.law("only a step")
 def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
-
     def ambient() -> list[Any]:
         generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
         modes = [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()]
@@ -74,7 +73,6 @@ def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
 
 
 def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
-
     def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocated(*arguments: Any) -> Tensor:
             found = allocate(*arguments)

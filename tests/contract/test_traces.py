@@ -95,7 +95,6 @@ def test_what_the_user_gave_is_never_edited(stage: int) -> None:
 
 @pytest.mark.law("no traces")
 def test_a_closed_optimizer_leaves_no_object_behind() -> None:
-
     def alive() -> Counter[str]:
         gc.collect()
         kinds = [type(each) for each in gc.get_objects()]

@@ -136,7 +136,6 @@ PUBLIC = {name for base in OWN for name in vars(base) if not name.startswith("_"
 def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone(
     older: int, newer: int, which: str
 ) -> None:
-
     def parts(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         named = list(model.named_parameters())
         return {"all": (named, named), "some": (named, named[2:])}.get(which, (named[:4], named[4:]))

@@ -162,7 +162,6 @@ def in_finally(optimizer: ZeroOptimizer, join: bool = False) -> None:
 
 @pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_a_close_that_fails_never_hides_the_error_before_it(stage: int) -> None:
-
     def program(model: Any, optimizer: ZeroOptimizer) -> str:
         train(model, optimizer)
         if optimizer.rank == 1:
@@ -250,7 +249,6 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 @pytest.mark.law("group ranks")
 @pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
 def test_groups_of_one_world_train_apart(stage: int) -> None:
-
     def program(transport: Transport) -> tuple[nn.Module, Tensor]:
         odd = transport.rank % 2
         group = transport.split([1, 3] if odd else [0, 2])
