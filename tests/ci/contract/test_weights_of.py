@@ -53,10 +53,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "image_token_index": 30,
     },
     "MixtralForCausalLM": {**_DECODER, **_EXPERTS},
-    "NomicBertForMaskedLM": _SIZES,
-    "OPTForCausalLM": {**_SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16},
-    "Qwen2MoeForCausalLM": {**_DECODER, **_EXPERTS, "shared_expert_intermediate_size": 8},
-    "Qwen3ForCausalLM": _HEADS,
     "Qwen3MoeForCausalLM": {**_HEADS, **_EXPERTS},
     "T5ForConditionalGeneration": {
         "vocab_size": 31, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4
@@ -65,7 +61,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "WhisperForConditionalGeneration": _SPEECH,
 }  # fmt: skip
 RENAMED = {
-    "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM", "NomicBertForMaskedLM", "Qwen2MoeForCausalLM",
+    "DeepseekV3ForCausalLM", "GPTNeoXForCausalLM", "MixtralForCausalLM",
     "Qwen3MoeForCausalLM", "ViTForImageClassification", "LlavaForConditionalGeneration",
 }  # fmt: skip
 """Those whose files have other names than the model."""
