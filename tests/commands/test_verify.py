@@ -84,7 +84,6 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": lambda: None}, "build_model is <lambda>, which other processes cannot import by name: define it"),
     ({"build_model": functools.partial(verified.pairs, 3)}, "build_model is functools.partial(<function pairs"),
     ({"loss_fn": "loss"}, "loss_fn must be a function or a class, not 'loss'"),
-    ({"loss_fn": verified.Loss(2.0)}, "loss_fn is Loss(scale=2.0), which other processes cannot import by name"),
     ({"learning_rate": 1.0, "stage": 1}, "'learning_rate' (what is no argument of verify() goes to AdamW: lr, "),
     ({"stages": 2}, "stages must be a sequence of whole numbers, not 2"),
     ({"mesh": (2, 2, 2)}, "mesh must be (shard,) or (replicate, shard), of numbers of at least 1, not (2, 2, 2)"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,17 +180,6 @@ def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [fused], "blocks": [2, 3], **muon},
         {"params": list(named.items())},
     ]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss with a setting."""
-
-    scale: float = 1.0
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(*batch) * self.scale
-        return loss
 
 
 def leaves() -> Any:
