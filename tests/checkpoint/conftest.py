@@ -1,34 +1,12 @@
-"""The file system of the tests of this folder, see `file_systems`, and an optimizer that many of them save."""
+"""An optimizer that many tests of this folder save."""
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 from zero import ZeroOptimizer
 
-from .file_systems import FILE_SYSTEMS, VARIABLE
 from .saved import Training
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that are about what the file system of this session lacks."""
-    system = FILE_SYSTEMS.get(os.environ.get(VARIABLE, ""))
-    if system is not None:
-        lacks = {*system.lacks, *([] if system.warning is None else ["no warning"])}
-        for item in items:
-            marker = item.get_closest_marker("assumes")
-            if marker is not None and lacks & {*marker.args}:
-                item.add_marker(pytest.mark.skip(f"is about {', '.join(marker.args)}"))
-
-
-@pytest.fixture(autouse=True, scope="session")
-def file_system() -> None:
-    """Use the file system that the environment names, if it names one."""
-    name = os.environ.get(VARIABLE)
-    if name is not None:
-        FILE_SYSTEMS[name].use(pytest.MonkeyPatch())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,9 @@
 """A disk for tests: it records every call of `zero.checkpoint.files`, fails and holds calls, kills ranks, and crashes.
 
-Knows: the functions of that module, and what of a file system survives a crash. Does not know: checkpoints.
+And file systems that lack something: a shim between that module and the kernel.
+
+Knows: the functions of that module, which system calls fail where, and what survives a crash. Does not know:
+checkpoints.
 
 A crash keeps what was synced. Of the rest, which a real system may keep or lose in parts, there are five worlds:
 
@@ -14,9 +17,11 @@ A crash keeps what was synced. Of the rest, which a real system may keep or lose
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,10 +39,9 @@ ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 @dataclass(frozen=True)
 class Call:
-    """A call. ``in_thread``: it was made by the thread of a save. ``path``: also of a descriptor."""
+    """A call. ``path``: also of a descriptor."""
 
     rank: int
-    in_thread: bool
     name: str
     path: Path
 
@@ -63,7 +67,6 @@ class Node:
         self.entries = {name: node for name, node in {**self.entries, **changes}.items() if node is not None}
 
     def tree(self, world: str, prefix: str = "") -> Iterator[tuple[str, bytes | None]]:
-        """Yield the paths below this folder that are there after a crash, and the data of files."""
         entries: dict[str, Node | None] = {**self.safe_entries, **(self.last if world == "last" else {})}
         if world in ("everything", "entries"):
             entries = {**self.entries}
@@ -79,8 +82,6 @@ class Node:
 
 
 class Disk:
-    """The disk below one folder, while a test runs."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch, root: Path) -> None:
         self.calls: list[Call] = []
         self.after: Callable[[Call], None] = lambda call: None  # called after each call that changes the disk
@@ -89,8 +90,8 @@ class Disk:
         self._lock = threading.RLock()
         self._paths: dict[int, Path] = {}
         self._locks: dict[int, int] = {}  # descriptor -> rank
-        self._failing: list[Callable[[Call], int | None]] = []
-        self._dead: set[int] = set()
+        self.failing: list[Callable[[Call], int | None]] = []
+        self.dead: set[int] = set()
         self._open = files.opened
         monkeypatch.setattr(files, "opened", self._opened)
         for name in ("reserve", "write_at", "read_at", "sync", "lock"):
@@ -106,7 +107,6 @@ class Disk:
         self._me.rank = rank
 
     def rank(self) -> int:
-        """Return the rank whose call the calling thread would make."""
         name = threading.current_thread().name
         return int(name.removeprefix(THREAD)) if name.startswith(THREAD) else getattr(self._me, "rank", 0)
 
@@ -121,27 +121,17 @@ class Disk:
             fails = seen[0] > skip and (most is None or seen[0] <= skip + most)
             return number if fails else None
 
-        self._failing.append(failing)
-
-    def heal(self) -> None:
-        """Fail no call any more."""
-        self._failing.clear()
+        self.failing.append(failing)
 
     def kill(self, rank: int, skip: int) -> None:
-        """Let a rank die after so many further calls: it makes none any more."""
         self.fail_when(lambda call: call.rank == rank, -1, skip=skip)
 
-    def is_dead(self, rank: int) -> bool:
-        """Return whether a rank has died."""
-        return rank in self._dead
-
     def revive(self, seconds: float) -> None:
-        """Let all calls be made again, by the next run, when the threads of the last one have ended."""
         for thread in threading.enumerate():
             if thread.name.startswith(THREAD):
                 thread.join(seconds)
-        self._dead.clear()
-        self._failing.clear()
+        self.dead.clear()
+        self.failing.clear()
 
     def release_locks(self, rank: int) -> None:
         """Give up the locks of a dead rank, as the kernel does. Their descriptors stay open."""
@@ -152,13 +142,8 @@ class Disk:
                     os.dup2(nothing.fileno(), number, inheritable=False)
 
     def tree(self, world: str) -> dict[str, bytes | None]:
-        """Return what a crash now would leave."""
         with self._lock:
             return dict(self._node.tree(world))
-
-    def of(self, rank: int) -> list[Call]:
-        """Return the calls of a rank."""
-        return [call for call in self.calls if call.rank == rank]
 
     def _pool(self, most: int) -> ThreadPoolExecutor:
         """Return one thread in the place of many: its calls are those of the caller, in order."""
@@ -174,14 +159,14 @@ class Disk:
 
     def _begin(self, name: str, path: Path) -> Call:
         rank = self.rank()
-        call = Call(rank, threading.current_thread().name.startswith(THREAD), name, path)
+        call = Call(rank, name, path)
         with self._lock:
-            if rank in self._dead:
+            if rank in self.dead:
                 raise DiedError
-            numbers = [number for failing in self._failing if (number := failing(call)) is not None]
+            numbers = [number for failing in self.failing if (number := failing(call)) is not None]
             self.calls.append(call)
             if -1 in numbers:
-                self._dead.add(rank)
+                self.dead.add(rank)
                 raise DiedError
         if numbers:
             raise OSError(numbers[0], os.strerror(numbers[0]), str(path))
@@ -260,7 +245,6 @@ class Disk:
 
 
 def _existing(path: Path) -> Node:
-    """Return what is on the disk already; all of it is safe."""
     if not path.is_dir():
         data = path.read_bytes()
         return Node(is_folder=False, data=bytearray(data), safe_data=data)
@@ -269,9 +253,107 @@ def _existing(path: Path) -> Node:
 
 
 def materialize(tree: dict[str, bytes | None], folder: Path) -> None:
-    """Make what a crash has left in an empty folder."""
     for path, data in tree.items():
         if data is None:
             (folder / path).mkdir()
         else:
             (folder / path).write_bytes(data)
+
+
+ENOTSUPP = 524  # of the kernel, which NFS lets out
+
+
+class Module:
+    def __init__(self, real: Any, others: Mapping[str, Callable[..., Any]]) -> None:
+        self._real, self._others = real, others
+
+    def __getattr__(self, name: str) -> Any:
+        return self._others[name] if name in self._others else getattr(self._real, name)
+
+
+def failing(number: int, when: Callable[..., bool], call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        if when(*arguments, **options):
+            raise OSError(number, os.strerror(number), str(arguments[0]))
+        return call(*arguments, **options)
+
+    return wrapped
+
+
+def always(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def of_a_folder(number: int) -> bool:
+    return stat.S_ISDIR(os.fstat(number).st_mode)
+
+
+def not_at_the_end(number: int, data: Any, offset: int) -> bool:
+    return offset != os.fstat(number).st_size
+
+
+def writes_again(path: Path | str, flags: int, *_: Any, dir_fd: int | None = None) -> bool:
+    if not flags & (os.O_WRONLY | os.O_RDWR) or flags & (os.O_TRUNC | os.O_EXCL):
+        return False
+    try:
+        return os.stat(path, dir_fd=dir_fd).st_size > 0
+    except OSError:
+        return False
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A file system. ``lacks``: names of calls, with what makes them fail. ``warning``: words of the one warning of a
+    run; None: there is none. ``error``: words of the error of every rank; None: a save succeeds."""
+
+    lacks: Mapping[str, Callable[..., bool]]
+    numbers: tuple[int, ...]
+    warning: str | None = None
+    error: str | None = None
+
+    def use(self, patch: pytest.MonkeyPatch, number: int | None = None) -> None:
+        """Let the library find this file system everywhere. ``number``: of the error; None: the first one."""
+        number = self.numbers[0] if number is None else number
+        for module in (os, fcntl):
+            others = {
+                name: failing(number, when, getattr(module, name))
+                for name, when in self.lacks.items()
+                if hasattr(module, name)
+            }
+            patch.setattr(files, module.__name__, Module(module, others))
+
+
+USUAL = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, ENOTSUPP)
+FILE_SYSTEMS = {
+    "whole": FileSystem({}, (0,)),
+    "no flock": FileSystem({"flock": always}, (*USUAL, errno.ENOLCK), "where no file can be locked"),
+    "no fsync of folders": FileSystem(
+        {"fsync": of_a_folder}, (*USUAL, errno.EBADF), "cannot put the entries of a folder on the disk"
+    ),
+    "no posix_fallocate": FileSystem({"posix_fallocate": always}, USUAL, "reserves no room for files"),
+    "no sizes": FileSystem({"posix_fallocate": always, "ftruncate": always}, USUAL, "reserves no room for files"),
+    "no links": FileSystem({"link": always, "symlink": always}, (*USUAL, errno.EPERM)),
+    "no writes in place": FileSystem(
+        {"pwrite": not_at_the_end}, (*USUAL, errno.ESPIPE), "from its beginning to its end alone"
+    ),
+    "an object store": FileSystem(
+        {
+            **dict.fromkeys(("flock", "posix_fallocate", "ftruncate", "link"), always),
+            "fsync": of_a_folder,
+            "pwrite": not_at_the_end,
+            "open": writes_again,
+        },
+        USUAL,
+        "where no file can be locked|cannot put the entries of a folder|from its beginning to its end alone",
+    ),
+    "no rename": FileSystem({"rename": always}, USUAL, error="this file system cannot rename"),
+    "no rename of folders": FileSystem(
+        {"rename": lambda source, _: source.is_dir()}, USUAL, error="this file system cannot rename"
+    ),
+    "no fsync of files": FileSystem(
+        {"fsync": lambda number: not of_a_folder(number)}, USUAL, error="this file system cannot put a file on the disk"
+    ),
+    "no folders": FileSystem({"mkdir": always}, USUAL, error="this file system cannot make folders"),
+    "no removal": FileSystem({"unlink": always}, USUAL, error="this file system cannot remove files"),
+    "no removal of folders": FileSystem({"rmdir": always}, USUAL, error="this file system cannot remove folders"),
+}

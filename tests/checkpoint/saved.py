@@ -8,12 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero import CheckpointManager, ZeroOptimizer
-from zero.checkpoint import manager, single
-from zero.checkpoint.folder.directory import LEASE, check_visible
+from zero.checkpoint.folder.directory import check_visible
 from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest, index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
@@ -49,13 +48,14 @@ class Training:
         arguments = {"bucket_cap_mb": 0.0005, "lr": 1e-2, **arguments}
         self.optimizer = ZeroOptimizer(self.model, cls, stage=stage, process_group=transport, **arguments)
         self.rank, self.world_size = self.optimizer.rank, self.optimizer.world_size
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()
 
     def backward(self, number: int) -> None:
         batch = odd_batches(self.world_size, number, extra=False)[self.rank]
         odd_loss(self.model, (batch[0], number % 2 == 1)).backward()  # type: ignore[no-untyped-call]
 
     def step(self, number: int) -> None:
-        """Train one step, with the batch of this number."""
         self.backward(number)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -69,13 +69,11 @@ class Training:
 
 
 def plain_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
-    """Return the whole plain dict. All ranks."""
     optimizer.consolidate_state_dict(None)
     return optimizer.state_dict()
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
-    """Run steps, each on a batch that is that of all ranks, of which there are a power of two."""
     for step in steps:
         odd_loss(model, odd_batches(2, step)[1]).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
@@ -86,23 +84,12 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 
 
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
-    """Save one checkpoint with blocks of 4 kB."""
     whole = {"step": 3, "state": {"epoch": 1}, "rank_state": None, "blocking": True, "block_bytes": BLOCK, **request}
     whole["in_parts"] = check_visible(optimizer, path.parent, None)
     save_one(optimizer, SaveRequest(path, **whole))
 
 
-def save_trained(path: Path) -> Path:
-    """Save a small checkpoint, with an average."""
-    training = Training(lr=1e-2)
-    train(training.model, training.optimizer, range(2))
-    save_small(path, training.optimizer)
-    add_averages(path, {"ema": {"a": torch.ones(3)}})
-    return path
-
-
 def saved(folder: Path, optimizer: ZeroOptimizer, *steps: int) -> None:
-    """Write checkpoints of these steps."""
     with CheckpointManager(folder, optimizer) as checkpoints:
         for step in steps:
             checkpoints.save(step, blocking=True)
@@ -113,13 +100,11 @@ def step_folder(folder: Path, step: int) -> Path:
 
 
 def names(*steps: int) -> list[str]:
-    """Return the entries of a folder that has these steps."""
     return [".lock", *(f"step-{step:08d}" for step in steps)]
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names in a folder, but for the file that stands for a lock on some file systems."""
-    return sorted(entry.name for entry in folder.iterdir() if entry.name != LEASE)
+    return sorted(entry.name for entry in folder.iterdir())
 
 
 def aside(folder: Path) -> list[str]:
@@ -128,12 +113,10 @@ def aside(folder: Path) -> list[str]:
 
 
 def tree(folder: Path) -> list[str]:
-    """Return the paths of everything below a folder."""
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))
 
 
 def files_of(folder: Path) -> list[str]:
-    """Return the paths of all files of a checkpoint, in order."""
     return [path for path in tree(folder) if (folder / path).is_file()]
 
 
@@ -141,7 +124,6 @@ def files_of(folder: Path) -> list[str]:
 
 
 def break_one(folder: Path, step: int) -> None:
-    """Change one byte of a checkpoint."""
     path = step_folder(folder, step) / MODEL
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -160,7 +142,6 @@ def forge(folder: Path, **changes: Any) -> None:
 
 
 def add_averages(folder: Path, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Give a checkpoint further whole tensors, by name."""
     paths = list(Manifest.from_bytes((folder / NAME).read_bytes()).files)
     for name, tensors in averages.items():
         path = f"averages/{name}/{name}-00001-of-00001.safetensors"
@@ -173,7 +154,6 @@ def add_averages(folder: Path, averages: Mapping[str, Mapping[str, Tensor]]) -> 
 
 
 def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metadata: str) -> None:
-    """Give a safetensors file other entries and further metadata."""
     data = path.read_bytes()
     length = header_length(data[:8], len(data))
     found = parse_header(data[8 : 8 + length], len(data))
@@ -181,13 +161,21 @@ def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metad
     path.write_bytes(head + data[found.data :])
 
 
+class Payload:
+    """An object whose unpickling makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
 def digest(value: Any) -> str:
-    """Return the SHA-256 of a value, as a manifest has it."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def edit_manifest(folder: Path, **changes: Any) -> None:
-    """Change keys of the manifest's JSON. Its SHA-256 fits."""
     found = {**json.loads((folder / NAME).read_bytes()), **changes}
     found.pop("sha256")
     (folder / NAME).write_bytes(manifest_text({**found, "sha256": digest(found)}))
@@ -199,15 +187,6 @@ def manifest_text(found: dict[str, Any]) -> bytes:
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
-# -- a save under way --------------------------------------------------------------------------------------------------
-
-
-def small_blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Let checkpoints have small blocks, so that small models have many chunks."""
-    for module in (manager, single):
-        monkeypatch.setattr(module, "SaveRequest", partial(SaveRequest, block_bytes=nbytes))
-
-
 class Taker:
     """Lets the thread of each rank take so many chunks of a save, and no more. A blocking save takes all."""
 
@@ -215,7 +194,6 @@ class Taker:
         self._changed = threading.Condition()
         self._allowed: dict[int, float] = {}
         self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
-        self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
         take = capture.Snapshot.take
 
         def wrapped(this: capture.Snapshot, chunk: Chunk, out: Tensor) -> None:
@@ -227,8 +205,6 @@ class Taker:
             with self._changed:
                 may = self._changed.wait_for(lambda: self.taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
                 assert may, "never released"
-            buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
-            self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
             with self._changed:
                 self.taken[rank] += 1
@@ -242,18 +218,11 @@ class Taker:
             self._allowed[rank], self.taken[rank] = count, 0
 
     def release(self, rank: int) -> None:
-        """Allow a rank all that is left."""
         with self._changed:
             self._allowed[rank] = math.inf
             self._changed.notify_all()
 
     def wait_until(self, rank: int, count: int) -> None:
-        """Return when the rank's thread has taken so many chunks."""
         with self._changed:
             done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
             assert done, f"rank {rank} has taken {self.taken[rank]} chunks"
-
-    def one_of_each_bucket(self, rank: int) -> list[int]:
-        """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
-        taken = self._buckets[rank][-self.taken[rank] :]
-        return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]

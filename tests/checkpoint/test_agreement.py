@@ -1,90 +1,40 @@
-"""Ranks agree on a save before a byte is written, send nothing for it, and wait no longer than needed."""
+"""Ranks agree on a save before a byte is written, send nothing for it, and hear of a signal together."""
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from collectives import CollectiveError, Tag, Transport, on_threads
-from zero import CheckpointManager, ZeroOptimizer
+from zero import CheckpointManager, StopOnSignal, ZeroOptimizer
+from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
 from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import GivenUpError, SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 
+from ..support.errors import assert_in_order, error_of
 from ..support.limits import PATIENT
 from ..support.parts import parts_of
-from ..support.rows import only, rows
+from ..support.plain import assert_same_states
+from ..support.pool import GlooPool
+from ..support.rows import rows
 from ..support.small import blocks
 from .disk import Disk
-from .saved import Taker, Training, entries, names
-
-
-def state(value: object) -> dict[str, Any]:
-    return {"state": {"s": value, "same": torch.ones(2)}}
-
-
-DIFFERS = r"state\['s'\] differs between rank 0 and rank 1"
-DIFFERENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "step": ({"step": 0}, {"step": 1}, r"the step is 1 on rank 1 \(host .*\), but 0 on rank 0"),
-    "overwrite": ({}, {"overwrite": True}, r"overwrite is True on rank 1 .* but False on rank 0"),
-    "state": (state({"last": 0}), state({"last": 1}), rf"{DIFFERS} .*belongs in rank_state"),
-    "a tensor's bit": (state(torch.zeros(2)), state(torch.tensor([0.0, -0.0])), DIFFERS),
-    "a float's bit": (state({"losses": [0.5, 0.0]}), state({"losses": [0.5, -0.0]}), DIFFERS),
-    "a list's place": (state({"a": [], "b": [0.5]}), state({"a": [0.5], "b": []}), DIFFERS),
-    "a key": ({"state": {}}, {"state": {"s": 1}}, DIFFERS),
-    "an unsavable value": (state({"f": []}), state({"f": [print]}), r"state\['s'\]\['f'\]\[0\] is a function"),
-    "that of a rank": ({"rank_state": {"f": 1}}, {"rank_state": {"f": {1, 2}}}, r"rank_state.*'f'.* is a set"),
-}
-
-
-@pytest.mark.parametrize("difference", only(DIFFERENCES, "step", "state", "a key"))
-def test_ranks_that_save_other_things_learn_the_rank_and_the_key_before_a_byte_is_written(
-    difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    *arguments, words = DIFFERENCES[difference]
-    disk = Disk(monkeypatch, tmp_path)
-
-    def program(transport: Transport) -> str:
-        disk.this_thread_is(transport.rank)
-        training = Training(transport, 1)
-        training.step(0)
-        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
-            with pytest.raises((RuntimeError, ValueError, TypeError), match=words) as caught:
-                checkpoints.save(**{"step": 1, **arguments[transport.rank]})
-            training.optimizer.exchange(b"")
-            assert entries(tmp_path / "run") == [".lock"]
-            training.step(1)
-            checkpoints.save(7, blocking=True)
-        return str(caught.value)
-
-    first, _ = on_threads(2, program)
-    assert "rank 1" in first
-    assert entries(tmp_path / "run") == names(7)
-
-
-def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
-    def program(transport: Transport) -> None:
-        training = Training(transport, 0)
-        for path in (tmp_path / f"{transport.rank}", tmp_path / f"run-{transport.rank}" / "saved"):
-            with pytest.raises(ValueError, match=r"the folder is '.*1' on rank 1 .*, but '.*0' on rank 0"):
-                zero.save(path, training.optimizer)
-        training.optimizer.exchange(b"")
-        assert entries(tmp_path) == ["run-0", "run-1"]
-
-    for rank in (0, 1):
-        (tmp_path / f"run-{rank}").mkdir()
-    on_threads(2, program, timeout=PATIENT)  # for which each would wait for the other's part
-    assert entries(tmp_path / "run-0") == []
-
+from .saved import Taker, Training, entries, names, plain_dict, step_folder
 
 OF_SAVES = ("save()", "saving ")
 OF_ALL = (*OF_SAVES, "exchange()", "CheckpointManager")
@@ -139,12 +89,8 @@ def test_a_run_that_saves_after_every_step_sends_what_one_sends_that_never_saves
     assert entries(tmp_path / "True") == names(*range(steps))
 
 
-# -- waits -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("call", rows(["restore"], ["save"]))
 def test_a_restore_waits_for_the_save_under_way(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: ZeroOptimizer
 ) -> None:
     """And so does a save."""
     taker, wait = Taker(monkeypatch), Saving.wait
@@ -154,22 +100,19 @@ def test_a_restore_waits_for_the_save_under_way(
         wait(this)
 
     with CheckpointManager(tmp_path, optimizer) as checkpoints:
-        checkpoints.save(1, blocking=True)
         monkeypatch.setattr(Saving, "wait", released)
         taker.begin(0, 0)
-        first = checkpoints.save(2)
-        if call == "save":
-            checkpoints.save(3)
-            assert first.done()
-        else:
-            restored = checkpoints.restore()
-            assert restored is not None
-            assert restored.step == 2
+        first = checkpoints.save(1)
+        checkpoints.save(2)
+        assert first.done()
+        taker.begin(0, 0)
+        checkpoints.save(3)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 3
 
 
 class Clock:
-    """The time for `save_folder`: it passes while a rank waits, and ``script`` is called then."""
-
     def __init__(self, script: Callable[[float], None]) -> None:
         self.now, self._script = 0.0, script
 
@@ -181,7 +124,6 @@ class Clock:
         self._script(self.now)
 
 
-@pytest.mark.assumes("pwrite")
 def test_a_rank_waits_as_long_as_the_others_write_and_no_longer_once_it_knows_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,3 +192,250 @@ def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytes
 
     on_threads(2, program, timeout=PATIENT)
     assert complete_steps(tmp_path) == []
+
+
+class At(Training):
+    """A rank, with a folder and its manager, before a call that is refused: of rank 1, if arguments are given."""
+
+    def __init__(self, transport: Transport, stage: int, folder: Path) -> None:
+        super().__init__(transport, stage)
+        self.transport, self.folder = transport, folder
+        self.checkpoints = CheckpointManager(folder / "run", self.optimizer)
+
+    def save(self, **own: Any) -> None:
+        self.checkpoints.save(**{"step": 1, **(own if self.rank else {})})
+
+    def states(self, *of_ranks: Any) -> None:
+        self.checkpoints.save(1, {"s": of_ranks[self.rank], "same": torch.ones(2)})
+
+    def one(self, name: str = "saved", **own: Any) -> None:
+        zero.save(self.folder / (name if self.rank else "saved"), self.optimizer, **(own if self.rank else {}))
+
+    def manager(self, name: str = "other", **own: Any) -> None:
+        path = self.folder / (name if self.rank else "other")
+        CheckpointManager(path, self.optimizer, **(own if self.rank else {}))
+
+    def within(self, block: Any, call: Callable[[], object] | None = None) -> None:
+        with block:
+            (call or self.save)()
+
+    def after(self, *calls: Callable[[], object]) -> None:
+        self.backward(1)
+        for call in calls:
+            call()
+
+
+def named_metadata(at: At) -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+    zero.save(at.folder / "saved", ZeroOptimizer(model, torch.optim.SGD, process_group=at.transport))
+
+
+IN_FORWARD = "save() … inside gathered() or inside a forward: leave it first"
+IN_BACKWARD = "save() … inside a backward or inside join(): leave it first"
+GRADIENTS = "save() … call it after step() or zero_grad()"
+UNUSED = "() with gradients that no step … zero_grad()"
+DIFFERS = "state['s'] differs between rank 0 and rank 1"
+NO_NUMBER = "max_shard_size must be a number of bytes"
+Row = tuple[Callable[[At], object], str]
+MOMENTS: list[Row] = [
+    (lambda at: at.within(at.optimizer.gathered(write=True)), IN_FORWARD),
+    (lambda at: at.within(at.model.last.bias.register_hook(lambda _: at.save()), lambda: at.backward(1)), IN_BACKWARD),
+    (lambda at: at.within(at.optimizer.join()), IN_BACKWARD),
+    (lambda at: at.after(at.save), GRADIENTS),
+    (lambda at: at.after(partial(at.optimizer.clip_grad_norm_, 1.0), at.save), GRADIENTS),
+    (lambda at: (at.within(at.optimizer.no_sync(), lambda: at.backward(1)), at.save()), GRADIENTS),
+    (lambda at: at.after(at.checkpoints.restore), UNUSED),
+    (lambda at: at.after(lambda: zero.load(step_folder(at.folder / "run", 0), at.optimizer)), UNUSED),
+]
+OF_UNITS: list[Row] = [
+    (
+        lambda at: at.within(at.model.first.register_forward_hook(lambda *_: at.save()), lambda: at.backward(1)),
+        IN_FORWARD,
+    ),
+    MOMENTS[0],
+    MOMENTS[3],
+]
+ALL: list[Row] = [
+    *MOMENTS,
+    (lambda at: at.save(step=2), "the step is 2 on rank 1 (host … but 1 on rank 0"),
+    (lambda at: at.save(overwrite=True), "overwrite is True on rank 1 … but False on rank 0"),
+    (lambda at: at.states({"last": 0}, {"last": 1}), f"{DIFFERS} … belongs in rank_state"),
+    (lambda at: at.states(torch.zeros(2), torch.tensor([0.0, -0.0])), DIFFERS),
+    (lambda at: at.states([0.5, 0.0], [0.5, -0.0]), DIFFERS),
+    (lambda at: at.states({"a": [], "b": [0.5]}, {"a": [0.5], "b": []}), DIFFERS),
+    (lambda at: at.save(state={"s": 1}), DIFFERS),
+    (lambda at: at.save(state={"s": {"f": [print]}}), "state['s']['f'][0] is a function"),
+    (lambda at: at.save(rank_state={"f": {1, 2}}), "rank_state … 'f' … is a set"),
+    (lambda at: at.one("1"), "the folder is ' … /1' on rank 1 … /saved' on rank 0"),
+    (lambda at: at.one("run-1/saved"), "the folder is ' … /run-1' on rank 1 … ' on rank 0"),
+    (lambda at: at.manager("1"), "the folder is ' … /1' on rank 1 (host … /other' on rank 0: every rank"),
+    (lambda at: at.manager(max_to_keep=0), "max_to_keep is 0: it must be at least 1, or None"),
+    (lambda at: at.manager(max_to_keep=""), "max_to_keep is '': it must be at least 1, or None"),
+    (lambda at: at.manager(keep_period=0), "keep_period is 0: it must be at least 1, or None"),
+    (
+        lambda at: CheckpointManager("" if at.rank else at.folder / "other", at.optimizer),
+        "rank 1: directory is empty: name a folder",
+    ),
+    (lambda at: at.manager(max_shard_size="many"), NO_NUMBER),
+    (lambda at: at.manager(max_shard_size=0), NO_NUMBER),
+    (lambda at: at.one(max_shard_size="0GB"), NO_NUMBER),
+    *((lambda at, step=step: at.one(step=step), "step must be ") for step in (-1, 1.0, True, 2**63)),
+    *((lambda at, n=n: at.one(n), "which no checkpoint can have as its name: name a folder") for n in ("/", "..")),
+    *((lambda at, n=n: at.one(assets=at.folder / n), "cannot be the name of a file of a") for n in ("back", "bytes")),
+    (lambda at: at.one(assets=at.folder / "missing"), "/missing': name a folder that exists"),
+    (lambda at: at.one(assets=""), "assets is '': name a folder that exists"),
+    (named_metadata, "of the name '__metadata__', which a safetensors file keeps"),
+    (
+        lambda at: CheckpointManager(at.folder / "file" / "run", at.optimizer),
+        "cannot be written on host … File exists: '",
+    ),
+    (lambda at: zero.save(at.folder / "file" / "b" / "c", at.optimizer), "/file/b cannot be written on host … File ex"),
+]
+
+
+@pytest.mark.parametrize(("stage", "refused"), [(2, ALL), (0, MOMENTS), (3, OF_UNITS)], ids=["2", "0", "3"])
+def test_what_is_refused_is_so_on_every_rank_and_nothing_changes(
+    stage: int, refused: list[Row], tmp_path: Path
+) -> None:
+    for folder, name in (("back", b"a\\b.json"), ("bytes", b"\xff.json"), ("whole", b"config.json"), ("run-1", b"a")):
+        (tmp_path / folder).mkdir()
+        Path(os.fsdecode(os.fsencode(tmp_path / folder) + b"/" + name)).touch()
+    (tmp_path / "file").touch()
+
+    def nothing_is_written() -> None:
+        assert [name for name in entries(tmp_path / "run") if not name.startswith(".saved-")] == names(0)
+
+    def program(transport: Transport) -> None:
+        at = At(transport, stage, tmp_path)
+        at.step(0)
+        at.checkpoints.save(0, blocking=True)
+        before = plain_dict(at.optimizer)
+        for call, words in refused:
+            assert_in_order(words, error_of(call, at))
+            at.optimizer.zero_grad()
+            assert_same_states(plain_dict(at.optimizer), before)
+            at.on_rank_0(nothing_is_written)
+        at.step(1)
+        at.checkpoints.save(1, blocking=True)
+        zero.save(tmp_path / "a" / "b" / "saved", at.optimizer, assets=tmp_path / "whole")
+        at.optimizer.close()
+        assert "this optimizer is closed" in error_of(at.checkpoints.save, 2)
+        at.checkpoints.close()
+        for call in (at.save, at.checkpoints.restore):
+            assert "this CheckpointManager is closed: build a new one" in error_of(call)
+
+    on_threads(2, program, timeout=PATIENT)  # for which a rank would wait that is not told
+    others = {"a", "back", "bytes", "file", "other", "run", "run-1", "whole"} - (
+        {"other"} if refused is not ALL else set()
+    )
+    assert set(entries(tmp_path)) == others
+    assert entries(tmp_path / "run-1") == ["a"]
+    assert (tmp_path / "a" / "b" / "saved" / "model" / "config.json").exists()
+    for path in (step_folder(tmp_path / "run", 1), tmp_path / "a" / "b" / "saved"):
+        zero.open_checkpoint(path).verify()
+
+
+def test_the_first_backward_of_a_process_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch counts them, from 0."""
+    at = Training()
+    at.model.last.bias.register_hook(lambda _: zero.save(tmp_path / "saved", at.optimizer) and None)
+    monkeypatch.setattr("zero.engine.current_graph_task_id", lambda: 0)
+    assert_in_order(IN_BACKWARD, error_of(at.backward, 1))
+
+
+def test_a_folder_that_a_rank_cannot_use_names_it_and_its_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, run = Disk(monkeypatch, tmp_path), tmp_path / "run"
+
+    def program(transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 0)
+
+        def refused(path: Path, words: str, call: Callable[..., Any], name: str, number: int) -> None:
+            training.on_rank_0(partial(disk.fail_when, lambda each: each.rank == 1 and each.name == name, number))
+            assert_in_order(words, error_of(call, path, training.optimizer))
+            training.on_rank_0(disk.failing.clear)
+
+        unseen = "rank 1 (host … pid … ) cannot use this folder: it does not see it"
+        refused(run, unseen, CheckpointManager, "open", errno.ENOENT)
+        refused(run / "saved", unseen, zero.save, "open", errno.ENOENT)
+        words = "rank 1 (host … cannot read or write there (Read-only file system)"
+        refused(run, words, CheckpointManager, "write_at", errno.EROFS)
+
+    on_threads(2, program)
+    assert entries(run) == [".lock"]
+
+
+def test_a_folder_that_loses_what_a_rank_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_at = files.write_at
+    loses = lambda n, data, at: None if at == 3 and len(data) == 1 else write_at(n, data, at)  # noqa: E731
+    monkeypatch.setattr(files, "write_at", loses)
+
+    def program(transport: Transport) -> None:
+        optimizer = Training(transport, 0).optimizer
+        for call in (partial(CheckpointManager, tmp_path), partial(zero.save, tmp_path / "saved")):
+            words = "does not see what other ranks have written there: a file system that"
+            assert words in error_of(call, optimizer)
+
+    on_threads(2, program)
+    assert entries(tmp_path) == [".lock"]
+
+
+def _stops(group: Any, rank: int) -> tuple[int, str | None]:
+    training = Training(group, 2)
+    signal.signal(signal.SIGTERM, lambda *_: None)  # a signal that nobody has heard is sent again
+    with StopOnSignal(training.optimizer) as stop:
+        for step in range(6):
+            if (rank, step) == (1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            training.step(step)
+            if stop.requested:
+                break
+    assert not parts_of(training.optimizer).update.watchers
+    return step, stop.why
+
+
+def test_all_ranks_hear_of_a_signal_in_the_same_step(gloo: GlooPool) -> None:
+    assert gloo.run(_stops, ranks=(0, 1, 2)) == [(2, "rank 1 got SIGTERM")] * 3
+
+
+@pytest.fixture
+def caught() -> Iterator[list[int]]:
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it(
+    caught: list[int],
+) -> None:
+    training = Training(None, 0)
+    optimizer = training.optimizer
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.requested
+        training.step(0)
+        assert stop.requested
+    assert caught == []
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not stop.requested
+    assert caught == [signal.SIGTERM], "no step came after it, so the process gets it at the end of the block"
+
+    def lose_the_others() -> None:
+        with StopOnSignal(optimizer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError("what a rank reports that has lost the others, although its agent has sent SIGTERM")
+
+    with pytest.raises(KeyError):
+        lose_the_others()
+    assert caught == [signal.SIGTERM]
+
+
+def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
+    optimizer = Training(None, 0).optimizer
+    with pytest.raises(ValueError, match="signals has SIGKILL, which no process can handle: leave it out"):
+        StopOnSignal(optimizer, [signal.SIGTERM, signal.SIGKILL])
+    with ThreadPoolExecutor(1) as pool:
+        assert "main thread" in str(pool.submit(StopOnSignal(optimizer).__enter__).exception())

@@ -6,19 +6,16 @@ import errno
 import fcntl
 import itertools
 import os
-import random
 import threading
 import zlib
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero
@@ -26,50 +23,38 @@ from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.checkpoint import files
-from zero.checkpoint.format.extents import Writers, plan_files
-from zero.checkpoint.format.tensorfile import BLOCK_BYTES, PAGE, Fragment, TensorEntry, block_sums, parse_header, split
+from zero.checkpoint.format.extents import Writers
+from zero.checkpoint.format.tensorfile import BLOCK_BYTES, PAGE, block_sums, split
 from zero.checkpoint.read import loader, restorer
 from zero.checkpoint.read.loader import PartReader
 from zero.checkpoint.read.reader import FileReader, each_block, threads_of_rank
+from zero.checkpoint.write.capture import Snapshot
 from zero.checkpoint.write.save_folder import SMALLEST_DIRECT, ChunkWriter
 from zero.core.buckets import build
 from zero.core.layout import Dtypes, Layout, ParameterSpec
 from zero.core.stage import STAGES, Placement
 
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_value
 from .saved import BLOCK, MODEL, OPTIMIZER, plain_dict, save_small
 
-MORE = settings(max_examples=5 * settings().max_examples)
-
-# -- who writes what ---------------------------------------------------------------------------------------------------
-
-
 FP32, BF16 = torch.float32, torch.bfloat16
-DTYPES = [Dtypes.all(FP32), Dtypes.all(torch.float64), Dtypes.all(BF16), Dtypes(BF16, FP32, FP32, FP32)]
+DTYPES = [Dtypes.all(FP32), Dtypes.all(BF16), Dtypes(BF16, FP32, FP32, FP32)]
+SPECS = [
+    ParameterSpec((f"p{index}",), (numel,), (1,), dtypes, "cpu", index % 5 != 3, 0, index)
+    for index, (dtypes, numel) in enumerate(itertools.product(DTYPES, (300, 0, 1, 67)))
+]
 
 
-@st.composite
-def topologies(draw: st.DrawFn) -> tuple[Layout, Writers]:
-    """Draw a layout, and the ranks that save it."""
-    specs = []
-    for index, numel in enumerate(draw(st.lists(st.integers(0, 300), min_size=1, max_size=7))):
-        dtypes, trainable = draw(st.sampled_from(DTYPES)), draw(st.booleans())
-        specs.append(ParameterSpec((f"p{index}",), (numel,), (1,), dtypes, "cpu", trainable, 0, index))
-    world = draw(st.integers(1, 7))
-    stage = STAGES[draw(st.integers(0, 3))]
-    factors = [factor for factor in range(1, world + 1) if world % factor == 0]
-    shards = draw(st.sampled_from(factors)) if stage.states is Placement.SHARD else world
-    return build(specs, shards, draw(st.sampled_from([1, 100, 400, 1000, 1 << 20]))), Writers(stage, world, shards)
+def topologies() -> Iterator[tuple[Layout, Writers]]:
+    for stage, world, nbytes in itertools.product(STAGES.values(), (1, 2, 3, 6), (1, 400, 1 << 20)):
+        for shards in [each for each in (1, 2, 3) if world % each == 0] if stage.states is Placement.SHARD else [world]:
+            yield build(SPECS, shards, nbytes), Writers(stage, world, shards)
 
 
-@given(topologies())
-@MORE
-def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares(
-    topology: tuple[Layout, Writers],
-) -> None:
-    layout, writers = topology
-    for bucket in layout.buckets:
+def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares() -> None:
+    for writers, bucket in ((writers, bucket) for layout, writers in topologies() for bucket in layout.buckets):
         shares: dict[tuple[int, int], list[int]] = {}
         written, first = Counter[int](), Counter[int]()
         for rank in range(writers.world_size):
@@ -85,88 +70,9 @@ def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equ
         assert first == Counter(range(len(bucket.slots))), "each slot has one rank that writes its first element"
 
 
-entry_lists = st.lists(st.integers(0, 40), max_size=8).map(
-    lambda sizes: [TensorEntry(f"t{number}", "F32", (size,)) for number, size in enumerate(sizes)]
-)
-
-
-@given(entry_lists, st.integers(1, 300))
-@MORE
-def test_files_hold_whole_tensors_in_order_and_no_more_than_they_may(tensors: list[TensorEntry], most: int) -> None:
-    files = plan_files("averages/ema", tensors, {"a": "b"}, most)
-    assert [(e.name, e.shape) for file in files for e in file.tensors] == [(e.name, e.shape) for e in tensors]
-    for number, file in enumerate(files, start=1):
-        assert file.path == f"averages/ema/ema-{number:05d}-of-{len(files):05d}.safetensors"
-        assert file.folder == "averages/ema"
-        with_bytes = [entry for entry in file.tensors if entry.nbytes]
-        assert file.nbytes - file.data <= most or len(with_bytes) == 1
-        read = parse_header(file.header[8:], file.nbytes)
-        assert (read.data, read.tensors, read.metadata) == (file.data, file.tensors, {"format": "pt", "a": "b"})
-        if number < len(files):
-            assert file.nbytes - file.data + files[number].tensors[0].nbytes > most, "it had room for the next one"
-
-
-# -- what is written ---------------------------------------------------------------------------------------------------
-
-
-def fragments_of(data: bytes, cuts: list[int], block_bytes: int) -> list[Fragment]:
-    """Return the fragments of a file that is cut at these bytes, and between its blocks."""
-    bounds = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
-    return [
-        Fragment(low, high - low, zlib.crc32(data[low:high]))
-        for begin, end in itertools.pairwise(bounds)
-        for low, high in split(begin, end, block_bytes)
-    ]
-
-
-def sums_of(data: bytes, block_bytes: int) -> tuple[int, ...]:
-    return tuple(zlib.crc32(data[begin : begin + block_bytes]) for begin in range(0, len(data), block_bytes))
-
-
-@given(
-    st.binary(max_size=300),
-    st.lists(st.integers(1, 299), max_size=6),
-    st.sampled_from([1, 7, 64, 100, 299, 300, 4096]),
-    st.randoms(use_true_random=False),
-)
-@MORE
-def test_the_checksums_of_blocks_do_not_depend_on_the_cuts(
-    data: bytes, cuts: list[int], block_bytes: int, order: random.Random
-) -> None:
-    fragments = fragments_of(data, cuts, block_bytes)
-    fragments += [Fragment(0, 0, 0), Fragment(len(data), 0, 0)]  # those without bytes change nothing
-    order.shuffle(fragments)
-    assert tuple(block_sums(fragments, len(data), block_bytes)) == sums_of(data, block_bytes)
-
-
-DATA = bytes(range(250))
-PARTS = fragments_of(DATA, [30, 150], 100)  # 0 30 100 150 200 250
-REFUSED = [
-    ([PARTS[0], *PARTS[2:]], 250, "bytes 30 to 100 were not written"),
-    (PARTS[1:], 250, "bytes 0 to 30 were not written"),
-    ([*PARTS, PARTS[1]], 250, "bytes 30 to 100 were written twice"),
-    ([PARTS[0], replace(PARTS[1], begin=29), *PARTS[2:]], 250, "bytes 29 to 30 were written twice"),
-    (PARTS[:-1], 250, "200 bytes were written instead of 250"),
-    (PARTS, 249, "250 bytes were written instead of 249"),
-    ([], 1, "0 bytes were written instead of 1"),
-    (fragments_of(DATA, [], 250), 250, "the fragment at byte 0 crosses a border"),
-    (fragments_of(DATA, [101], 250), 250, "the fragment at byte 0 crosses a border"),
-    (fragments_of(DATA, [30, 130], 250), 250, "the fragment at byte 30 crosses a border"),
-]
-
-
-@pytest.mark.parametrize(("fragments", "nbytes", "why"), REFUSED)
-def test_what_does_not_tile_the_file_is_an_error_that_names_the_bytes(
-    fragments: list[Fragment], nbytes: int, why: str
-) -> None:
-    with pytest.raises(ValueError, match=why):
-        block_sums(fragments, nbytes, 100)
-
-
 SIZES = (1, PAGE - 1, 3 * SMALLEST_DIRECT, 5, 2 * SMALLEST_DIRECT + PAGE, 2 * PAGE + 7, SMALLEST_DIRECT, 100)
 
 
-@pytest.mark.assumes("pwrite")
 @pytest.mark.parametrize("how", ["direct", "refused", "impossible"])
 def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``refused``: a file system opens a file for direct writes and takes none of them."""
@@ -198,36 +104,33 @@ def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatc
         writer.close()
     assert (tmp_path / "a").read_bytes() == data
     assert block_sums(writer.fragments["a"], len(data), BLOCK_BYTES) == [zlib.crc32(data)]
+    first, second, *rest = writer.fragments["a"]
+    for wrong, block_bytes, why in (
+        ([first, *rest], BLOCK_BYTES, "bytes 1 to 4096 were not written"),
+        ([first, second, second, *rest], BLOCK_BYTES, "bytes 1 to 4096 were written twice"),
+        ([first, second], BLOCK_BYTES, "4096 bytes were written instead of"),
+        ([first, second, *rest], 100, "the fragment at byte 1 crosses a border"),
+    ):
+        assert why in error_of(block_sums, wrong, len(data), block_bytes)
 
 
-# -- what is read ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_each_block_is_read_once_by_as_many_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert threads_of_rank(1) >= 1
-    assert threads_of_rank(100_000) == 1
-    read: list[int] = []
-    together = threading.Barrier(threads)
-
-    def one(block: int) -> None:
-        if block < threads:
-            together.wait(BOUND)  # as many threads as are asked for are here at once
-        read.append(block)
-
-    each_block(range(20), one, threads)
-    assert sorted(read) == list(range(20))
+def test_blocks_are_read_by_several_threads_and_by_one_where_none_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read, together = list[int](), threading.Barrier(3)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    def one(block: int) -> None:
+        together.wait(BOUND)
+        read.append(block)
+
+    each_block(range(3), one, 3)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    read.clear()
-    each_block(range(5), read.append, threads)
-    assert read == list(range(5)), "read where no thread can be started"
-
-
-# -- how often, and how much -------------------------------------------------------------------------------------------
+    each_block(range(3, 7), read.append, 3)
+    assert sorted(read) == list(range(7))
+    assert threads_of_rank(100_000) == 1
 
 
 def trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:
@@ -239,8 +142,6 @@ def trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:
 
 
 class Reads:
-    """Counts the blocks that each rank reads, with one thread."""
-
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.blocks: Counter[tuple[int, str, int]] = Counter()
         self.nbytes = 0
@@ -289,17 +190,29 @@ def test_all_ranks_together_read_each_byte_twice(stage: int, tmp_path: Path, mon
 @pytest.mark.first(1)
 @pytest.mark.parametrize("rows", [512, 700], ids=["", "grown"])
 def test_a_load_needs_no_memory_but_two_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_small(tmp_path / "a", trained(nn.Linear(64, 512)))
-    optimizer = trained(nn.Linear(64, rows))
-    turns, peaks, read_block = itertools.count(1), list[int](), PartReader._read_block
+    """And a save none but that of the parameters, few blocks and what a rank has."""
+    turns, peaks = itertools.count(1), list[int]()
 
-    def measured(this: PartReader, *arguments: object) -> None:
-        read_block(this, *arguments)  # type: ignore[arg-type]
-        if next(turns) % 20 == 0:  # to find all storages takes long
-            peaks.append(sum(live_storages().values()))
+    def measure(of: Any, name: str) -> None:
+        call = getattr(of, name)
 
-    monkeypatch.setattr(PartReader, "_read_block", measured)
+        def measured(*arguments: Any) -> None:
+            call(*arguments)
+            if next(turns) % 20 == 0:  # to find all storages takes long
+                peaks.append(sum(live_storages().values()))
+
+        monkeypatch.setattr(of, name, measured)
+
+    measure(Snapshot, "take")
+    measure(PartReader, "_read_block")
     monkeypatch.setattr(loader, "threads_of_rank", lambda _: 1)
+    model = nn.Linear(64, 512)
+    saving, optimizer = trained(model), trained(nn.Linear(64, rows))
+    before = sum(live_storages().values())
+    save_small(tmp_path / "a", saving)
+    assert len(peaks) > 3
+    assert max(peaks) <= before + 4 * sum(p.numel() for p in model.parameters()) + 8 * BLOCK
+    peaks.clear()
     before = sum(live_storages().values())
     zero.load(tmp_path / "a", optimizer, resize=lambda *_: True)
     assert len(peaks) > 3

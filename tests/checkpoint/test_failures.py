@@ -1,9 +1,10 @@
-"""Calls of the disk that fail stop no training, cost no older checkpoint, and are reported to all ranks."""
+"""What fails or lacks on a disk stops no training, costs no older checkpoint, and is told to all ranks."""
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,13 +18,14 @@ from collectives import Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
+from zero.checkpoint.write.save_folder import PartWriter
 
-from ..support.errors import assert_in_order
+from ..support.errors import error_of
 from ..support.errors import warned as told
 from ..support.limits import PATIENT
-from ..support.rows import without
+from ..support.rows import only
 from ..support.warned import own
-from .disk import ERRORS, Call, Disk
+from .disk import ERRORS, FILE_SYSTEMS, Call, Disk, not_at_the_end
 from .saved import Training, aside, entries, names, saved, step_folder
 
 WORLD = 2
@@ -33,16 +35,27 @@ WORLD = 2
 class Fault:
     """Calls that fail while ``step`` is saved, and the words of the error, or of the warning if ``warns``.
 
-    ``left``: the checkpoints behind it. ``skip``: so many calls that fit do not fail.
+    ``left``: the checkpoints behind it; None: the save, which runs in the background, may succeed. ``skip``: so many
+    calls that fit do not fail, and at most ``most`` fail.
     """
 
     fails: Callable[[Call], bool]
     words: str
-    left: tuple[int, ...] = (1,)
+    left: tuple[int, ...] | None = (1,)
     number: int = errno.EIO
     step: int = 2
     skip: int = 0
+    most: int | None = None
     warns: bool = False
+    rank: int = 0
+
+
+def at_call(rank: int, skip: int) -> Fault:
+    """Let a call of a rank fail, or all from it on if its number is odd."""
+    number = ERRORS[skip % 4]
+    words = f"rank {rank} could not .*{os.strerror(number)}"
+    most = None if skip % 2 else 1
+    return Fault(lambda call: call.rank == rank, words, None, number, skip=skip, most=most, rank=rank)
 
 
 def of_older(name: str) -> Callable[[Call], bool]:
@@ -56,9 +69,8 @@ def commits(call: Call) -> bool:
 FAILED = r"rank {} could not save .*/caf\\udce9/.*: OSError: .*Input/output error"
 KEPT = "could not be removed.*Input/output error"
 NO_ROOM = r"rank 0 could not save .*the disk is full .*needs [\d,]{6,} bytes, and [\d,]+ are free"
-FAULTS = {
+FAULTS: dict[str, Fault] = {
     "no room": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.ENOSPC),
-    "no quota": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.EDQUOT),
     "no file": Fault(lambda call: call.name == "reserve", FAILED.format(0)),
     "no write of rank 1": Fault(
         lambda call: call.rank == 1 and call.name == "write_at" and call.path.suffix == ".safetensors",
@@ -75,111 +87,58 @@ FAULTS = {
         skip=1,
         warns=True,
     ),
+    "no quota": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.EDQUOT),
+    **{f"call {skip} of rank {rank}": at_call(rank, skip) for rank in range(WORLD) for skip in range(0, 60, 5)},
 }
 
 
-@pytest.mark.assumes("posix_fallocate", "pwrite", "fsync")
-@pytest.mark.parametrize("name", without(FAULTS, "no quota"))
+@pytest.mark.first(8)
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one_is_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in a folder whose name is no text. A full disk is found before a byte of a tensor is written."""
     fault, disk, folder = FAULTS[name], Disk(monkeypatch, tmp_path), tmp_path / os.fsdecode(b"caf\xe9")
 
-    def program(transport: Transport) -> None:
+    def program(transport: Transport) -> str:
         disk.this_thread_is(transport.rank)
         training = Training(transport, 1)
         training.step(0)
         with CheckpointManager(folder, training.optimizer, max_to_keep=1) as checkpoints:
             checkpoints.save(1, {"n": 1}, blocking=True)
             training.on_rank_0(disk.calls.clear)
-            training.on_rank_0(partial(disk.fail_when, fault.fails, fault.number, skip=fault.skip))
-            save = partial(checkpoints.save, fault.step, {"n": 2}, blocking=not fault.warns, overwrite=True)
-            if not fault.warns:
-                with pytest.raises(RuntimeError, match=fault.words):
-                    save()
+            failing = partial(disk.fail_when, fault.fails, fault.number, skip=fault.skip, most=fault.most)
+            training.on_rank_0(failing)
+            blocking = fault.left is not None and not fault.warns
+            save = partial(checkpoints.save, fault.step, {"n": 2}, blocking=blocking, overwrite=True)
+            if blocking:
+                said = error_of(save)
             else:
-                save().wait()  # the next save warns
-            training.on_rank_0(disk.heal)
-            assert checkpoints.all_steps() == list(fault.left)
-            assert fault.warns or zero.open_checkpoint(step_folder(folder, 1)).state == {"n": 1}
+                saving = save()
+                if fault.warns or transport.rank == fault.rank:
+                    saving.wait()
+                if not fault.warns:  # of which the next save warns
+                    training.optimizer.exchange(b"")
+                    training.step(1)  # the other rank hears of it
+                    saving.wait()
+                said = str(saving.error or "nothing")
+            assert (said == "nothing" and not blocking) or re.search(fault.words, said), said
+            training.on_rank_0(disk.failing.clear)
+            steps = checkpoints.all_steps()
+            assert steps == list(fault.left) if fault.left else (1 if said != "nothing" else 2) in steps
+            assert fault.warns or zero.open_checkpoint(step_folder(folder, steps[0])).state == {"n": steps[0]}
             training.optimizer.exchange(b"")
             checkpoints.save(3)
             checkpoints.wait_until_finished()
+        return said
 
     with told() as messages:
-        on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told
-    assert len([text for text in messages if "step" in text]) == fault.warns, messages
+        first, second = on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told
+    assert (first == "nothing") is (second == "nothing")
+    assert fault.left is None or len([text for text in messages if "step" in text]) == fault.warns, messages
     written = [call for call in disk.calls if call.name == "write_at" and call.path.suffix == ".safetensors"]
     assert fault.words != NO_ROOM or all(".tmp-step-00000003" in str(call.path) for call in written)
     assert entries(folder) == names(3)
-
-
-@pytest.mark.first(0)
-def test_a_disk_that_fails_at_some_call_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At each fifth call of a save; in turn that call and all from then on fail. The saves between them are whole."""
-    root, disk = tmp_path / "run", Disk(monkeypatch, tmp_path)
-    warned: dict[int, list[str]] = {rank: [] for rank in range(WORLD)}
-    monkeypatch.setattr("zero.checkpoint.manager.warn_caller", lambda text: warned[disk.rank()].append(text))
-    planned: list[tuple[int, int, int, bool]] = []
-
-    def plan() -> None:
-        for rank in range(WORLD):
-            calls = {(call.name, call.path) for call in disk.of(rank)}  # one that waits for another is made often
-            skips = [(skip, skip % 2 == 1) for skip in range(0, len(calls) + 5, 5)]
-            planned.extend((rank, skip, ERRORS[(skip + for_good) % 4], for_good) for skip, for_good in skips)
-
-    def fail(bad: int, skip: int, number: int, for_good: bool, good: int) -> None:
-        assert not [name for name in entries(root) if name.startswith(".tmp")]
-        assert complete_steps(root)[-1] == good
-        disk.fail_when(lambda call: call.rank == bad, number, skip=skip, most=None if for_good else 1)
-
-    def program(transport: Transport) -> list[bool]:
-        rank = transport.rank
-        disk.this_thread_is(rank)
-        training = Training(transport, 1)
-        checkpoints = CheckpointManager(root, training.optimizer, max_to_keep=2)
-        training.step(0)
-        checkpoints.save(1, blocking=True)
-        training.on_rank_0(disk.calls.clear)
-        checkpoints.save(2).wait()
-        training.on_rank_0(plan)
-        failed = []
-        for turn, failure in enumerate(planned, start=1):
-            good, bad = 2 * turn + 1, 2 * turn + 2
-            checkpoints.save(good, blocking=True)
-            training.on_rank_0(partial(fail, *failure, good))
-            saving = checkpoints.save(bad)
-            if rank == failure[0]:
-                saving.wait()
-            training.optimizer.exchange(b"")
-            training.step(turn)
-            saving.wait()
-            errors = training.optimizer.exchange(b"" if saving.error is None else str(saving.error).encode())
-            assert len({bool(text) for text in errors}) == 1, f"{failure}: {errors}"
-            failed.append(saving.error is not None)
-            texts = [text for text in warned[rank] if "the save of step" in text]
-            assert len(texts) == failed[-1], f"{failure}: {texts}"
-            words = f"rank {failure[0]} could not  … {os.strerror(failure[2])}"
-            for text in texts:
-                assert_in_order(f"the save of step {bad} has failed, and training goes on:  … {words}", text)
-                assert_in_order(words, str(saving.error))
-            warned[rank].clear()
-            training.on_rank_0(disk.heal)
-            for step in (good, bad)[: 1 if failed[-1] else 2]:
-                zero.open_checkpoint(step_folder(root, step)).verify()
-            training.optimizer.exchange(b"")
-        checkpoints.save(10**6, blocking=True)
-        checkpoints.close()
-        plain = Training(transport, 1)
-        for number in range(len(planned) + 1):
-            plain.step(number)
-        assert training.optimizer.check_replicas() == plain.optimizer.check_replicas()
-        return failed
-
-    failed, _ = on_threads(WORLD, program, timeout=PATIENT)
-    assert sum(failed) > len(failed) / 2
-    assert all(name == ".lock" or name.startswith("step-") for name in entries(root))
 
 
 @pytest.mark.timeout(20)  # a save that never ends would be waited for
@@ -189,7 +148,7 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     disk, training = Disk(monkeypatch, tmp_path), Training()
     training.step(0)
     checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
-    disk.fail_when(lambda call: call.name == "write_at" and call.in_thread, errno.EIO)
+    disk.fail_when(lambda call: call.name == "write_at", errno.EIO)
     checkpoints.save(1).wait()
     training.backward(1)
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
@@ -202,9 +161,6 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
         checkpoints.close()
     checkpoints.close()
     assert entries(tmp_path / "run") == [".lock"]
-
-
-# -- a save below the newest step, whose renames fail ------------------------------------------------------------------
 
 
 def fails_at(monkeypatch: pytest.MonkeyPatch, folder: Path, *left: int) -> list[int]:
@@ -245,9 +201,6 @@ def test_a_save_that_fails_sets_nothing_aside(goes_back: bool, tmp_path: Path, o
     assert len(entries(tmp_path)) == (5 if goes_back else 4), "and nothing else is left"
 
 
-# -- calls that fail although they are done, or whose folder is gone ---------------------------------------------------
-
-
 def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,17 +218,139 @@ def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
         files.put_note(tmp_path / "gone" / "ready", b"")
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_of_a_blocking_save_is_no_failed_save(
-    error: type[BaseException], tmp_path: Path, optimizer: ZeroOptimizer
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(number: int) -> None:
-        raise error
+        raise KeyboardInterrupt
 
-    with CheckpointManager(tmp_path, optimizer) as checkpoints, pytest.MonkeyPatch.context() as patch:
+    with CheckpointManager(tmp_path, optimizer) as checkpoints, monkeypatch.context() as patch:
         patch.setattr(files, "sync", interrupted)
-        with pytest.raises(error):
-            checkpoints.save(1, blocking=True)
-        with pytest.raises(error):
-            zero.save(tmp_path / "saved", optimizer)
+        for save in (partial(checkpoints.save, 1, blocking=True), partial(zero.save, tmp_path / "saved", optimizer)):
+            with pytest.raises(KeyboardInterrupt):
+                save()
     assert complete_steps(tmp_path) == []
+
+
+GOES_ON = [name for name, system in FILE_SYSTEMS.items() if system.error is None]
+IS_REFUSED = [name for name in FILE_SYSTEMS if name not in GOES_ON]
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    texts: list[str] = []
+    for module in ("manager", "single", "folder.directory"):
+        monkeypatch.setattr(f"zero.checkpoint.{module}.warn_caller", texts.append)
+    return texts
+
+
+def saves(folder: Path, transport: Transport) -> list[str]:
+    training = Training(transport, 2)
+    training.step(0)
+    found = []
+    with CheckpointManager(folder / "run", training.optimizer, max_to_keep=2) as checkpoints:
+        for step in (1, 2, 3):
+            found.append(checkpoints.save(step, {"step": step}, blocking=step == 2).result(PATIENT))
+        assert checkpoints.save(3, {"step": 3}, overwrite=True, blocking=True).result() == found[-1]
+    found.append(zero.save(folder / "above" / "saved", training.optimizer).result())
+    return [*found, training.optimizer.check_replicas()]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    first, second = on_threads(WORLD, partial(saves, tmp_path_factory.mktemp("reference")))
+    assert first == second
+    return first
+
+
+@pytest.mark.parametrize("name", only(GOES_ON, "no posix_fallocate", "an object store"))
+def test_what_can_be_left_out_or_done_otherwise_is_with_one_warning_and_the_same_bytes(
+    name: str, reference: list[str], heard: list[str], tmp_path: Path
+) -> None:
+    system = FILE_SYSTEMS[name]
+    with pytest.MonkeyPatch.context() as patch:
+        system.use(patch)
+        assert on_threads(WORLD, partial(saves, tmp_path), timeout=PATIENT) == [reference] * WORLD
+    causes = [] if system.warning is None else system.warning.split("|")
+    expected = [(folder, cause) for cause in causes for folder in ("run", "above")]
+    expected = [(folder, cause) for folder, cause in expected if folder == "run" or "locked" not in cause]
+    assert len(heard) == len(expected), heard
+    for folder, cause in expected:
+        told = [text for text in heard if text.startswith(f"{tmp_path / folder} is on a file system") and cause in text]
+        assert len(told) == 1, (folder, cause, heard)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names(2, 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["above", "run"]
+    for step, path in ((2, tmp_path / "run" / "step-00000002"), (4, tmp_path / "above" / "saved")):
+        training = Training()
+        assert zero.load(path, training.optimizer, rng=False).content == reference[step - 1]
+        assert training.optimizer.check_replicas() == reference[-1]
+
+
+@pytest.mark.usefixtures("heard")
+@pytest.mark.parametrize("name", only(IS_REFUSED, "no fsync of files", "no rename", "no removal of folders"))
+def test_what_would_lose_data_is_one_error_on_every_rank_and_training_goes_on(name: str, tmp_path: Path) -> None:
+    system, folder = FILE_SYSTEMS[name], tmp_path / "run"
+    assert system.error is not None
+    folder.mkdir()  # where no folder can be made there is one
+
+    def program(transport: Transport) -> list[str]:
+        training = Training(transport, 2)
+        training.step(0)
+        found = []
+        for save in (
+            partial(saved, folder, training.optimizer, 1),
+            partial(zero.save, folder / "a", training.optimizer),
+        ):
+            with pytest.raises((RuntimeError, ValueError), match=system.error) as caught:
+                save()
+            found.append(str(caught.value).replace("rank 0: ", ""))
+            training.step(1)
+        return [*found, training.optimizer.check_replicas()]
+
+    with pytest.MonkeyPatch.context() as patch:
+        system.use(patch)
+        first, second = on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told
+    assert first == second
+    assert complete_steps(folder) == []
+
+
+@pytest.mark.usefixtures("heard")
+def test_what_a_rank_has_written_is_compared_when_the_files_are_put_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FILE_SYSTEMS["no writes in place"].use(monkeypatch)
+    finish = PartWriter.finish
+
+    def loses(this: PartWriter) -> None:
+        finish(this)
+        os.ftruncate(this._file, this.nbytes - 16)  # of random numbers
+
+    monkeypatch.setattr(PartWriter, "finish", loses)
+
+    def program(transport: Transport) -> None:
+        with pytest.raises(RuntimeError, match=r"parts/rank-0000\d does not have what its rank has written"):
+            zero.save(tmp_path / "saved", Training(transport, 1).optimizer)
+
+    on_threads(WORLD, program, timeout=PATIENT)
+    assert entries(tmp_path) == []
+
+
+def test_one_rank_that_cannot_write_in_place_is_enough_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts may have mounted a file system differently. Rank 0 warns."""
+    disk, write_at, warned = Disk(monkeypatch, tmp_path), files.write_at, list[int]()
+
+    def of_rank_1(number: int, data: Any, offset: int) -> None:
+        if disk.rank() == 1 and not_at_the_end(number, data, offset):
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        write_at(number, data, offset)
+
+    monkeypatch.setattr(files, "write_at", of_rank_1)
+    monkeypatch.setattr("zero.checkpoint.folder.directory.warn_caller", lambda _: warned.append(disk.rank()))
+
+    def program(transport: Transport) -> str:
+        disk.this_thread_is(transport.rank)
+        return zero.save(tmp_path / "saved", Training(transport, 1).optimizer).result()
+
+    assert len(set(on_threads(WORLD, program, timeout=PATIENT))) == 1
+    assert warned == [0]
+    zero.open_checkpoint(tmp_path / "saved").verify()

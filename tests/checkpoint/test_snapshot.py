@@ -1,6 +1,6 @@
-"""What is committed is the state at the save, whatever was before and follows, at any speed of the disk.
+"""What is committed is the state at the save, at any speed of the disk, and every topology writes the same bytes.
 
-Every checkpoint here is compared with one that `zero.save` has written before training went on, without the plan of an
+What follows a save is compared with what `zero.save` has written before training went on, without the plan of an
 earlier save: its content, which names every byte of every file, each rank's own file, and what its manifest says.
 """
 
@@ -8,69 +8,44 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
+from zero.checkpoint import manager, single
 from zero.checkpoint.write.save_thread import Saving
+from zero.checkpoint.write.saver import SaveRequest
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.limits import PATIENT
+from ..support.machine.hosts import ThreadsOnHosts
+from ..support.machine.program import FOLDER, Consolidate, Describe, Load, Setting
+from ..support.machine.run import run
+from ..support.machine.trees import Part
+from ..support.programs import BY_PARAMETER
 from ..support.rows import only
-from .saved import Taker, Training, plain_dict, small_blocks
+from ..support.shampoo import Rotated
+from ..support.two_modes import ScheduleFree
+from .saved import Taker, Training, plain_dict
 
 ALL = 10**6
+MANY = [0, 1, 2, 4, 8, 12, 16, 24, ALL]
 
 
 @pytest.fixture
 def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
-    small_blocks(monkeypatch, 1024)
+    """Let checkpoints have small blocks, so that small models have many chunks."""
+    for module in (manager, single):
+        monkeypatch.setattr(module, "SaveRequest", partial(SaveRequest, block_bytes=1024))
     return Taker(monkeypatch)
-
-
-def committed_is_saved(
-    folder: Path,
-    taker: Taker,
-    training: Training,
-    follows: Callable[[Training, int], None],
-    counts: Sequence[int] = (),
-) -> None:
-    """Save again and again while the thread may take so many chunks, and let ``follows`` change everything.
-
-    ``counts``: how many it may take; by default so many that of each bucket the disk has taken none, one, and all.
-    """
-    rank = training.rank
-    mine_alone = f"ranks/rank-{rank:05d}.safetensors"
-    training.step(0)
-    with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
-        taker.begin(rank, ALL)
-        checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank}).result(PATIENT)
-        total = taker.taken[rank]
-        assert total > 8
-        counts = counts or [0, 1, *taker.one_of_each_bucket(rank), ALL]
-        most = max(int(data) for data in training.optimizer.exchange(str(len(counts)).encode()))
-        counts = [*counts, *[ALL] * most][:most]
-        for number, count in enumerate(counts, start=1):
-            path = folder / f"blocking-{number}"
-            state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
-            anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
-            taker.begin(rank, count)
-            saving = checkpoints.save(number, state, {"rank": rank})
-            state["t"].fill_(-1)
-            taker.wait_until(rank, min(count, total))
-            follows(training, number)
-            taker.release(rank)
-            assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
-            mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
-            for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
-                assert getattr(mine, name) == getattr(theirs, name), name
-            assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
 
 
 def edits_in_place(training: Training, number: int) -> None:
@@ -79,14 +54,6 @@ def edits_in_place(training: Training, number: int) -> None:
             parameter.add_(number)
         training.model.offset.mul_(2)
     training.step(number)
-
-
-def edits_without_asking(training: Training, number: int) -> None:
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.data.add_(number)
-    for group in training.optimizer.param_groups:
-        group["lr"] *= 0.5
 
 
 def loads_a_dict(training: Training, number: int) -> None:
@@ -110,35 +77,19 @@ def resets_states(training: Training, number: int) -> None:
     training.step(number)
 
 
-def adds_a_group(training: Training, number: int) -> None:
-    training.model.register_parameter(f"late_{number}", nn.Parameter(torch.full((7,), float(number))))
-    training.optimizer.add_param_group({"params": [getattr(training.model, f"late_{number}")]})
-    training.step(number)
-
-
-def closes(training: Training, number: int) -> None:
-    training.optimizer.close()
-    with torch.no_grad():
-        for parameter in training.model.parameters():
-            parameter.fill_(number)
-
-
 def does_all_on_disk(training: Training, number: int) -> None:
     (Training.step, edits_in_place, loads_a_dict)[number % 3](training, number)
 
 
 LAYOUTS: Sequence[Callable[[Any, dict[str, Any], int], object]] = (
     lambda model, group, number: group.update(lr=group["lr"] / 3),  # its text has another length
-    lambda model, group, number: group.update(note="x" * 6_000 if "note" not in group else "x" * number),
-    lambda model, group, number: group.update(note="x" * number),
+    lambda model, group, number: group.update(note="x" * 6_000),
     lambda model, group, number: model.first.bias.requires_grad_(requires_grad=False),
     lambda model, group, number: model.offset.add_(1),
     lambda model, group, number: setattr(model.offset, "data", torch.full_like(model.offset, number)),
-    lambda model, group, number: model.register_buffer("offset", torch.full_like(model.offset, number)),
     lambda model, group, number: model.layers.register_buffer("extra", torch.arange(number)),
     lambda model, group, number: model.layers.register_buffer("extra", torch.ones(number % 3, 2, dtype=torch.int64)),
     lambda model, group, number: model._non_persistent_buffers_set.add("offset"),
-    lambda model, group, number: model._non_persistent_buffers_set.remove("offset"),
     lambda model, group, number: model.register_buffer("phase", torch.full((3,), 1 - 2j).conj()),  # conjugated if read
 )
 
@@ -157,17 +108,15 @@ ON_DISK = {"offload": "states"}
 IN_BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)}
 ANEW = [0] * (len(LAYOUTS) + 3)
 EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int], dict[str, Any]]] = {
-    "steps": (Training.step, 1, 3, [], {}),
-    "steps at stage 0": (Training.step, 0, 2, [], {}),
-    "steps of one rank": (Training.step, 2, 1, [], {}),
-    "steps at stage 3": (Training.step, 3, 2, [], {}),
+    "steps": (Training.step, 1, 3, MANY, {}),
+    "steps at stage 0": (Training.step, 0, 2, MANY, {}),
+    "steps of one rank": (Training.step, 2, 1, MANY, {}),
+    "steps at stage 3": (Training.step, 3, 2, MANY, {}),
     "edits in gathered": (edits_in_place, 3, 2, [0, 6], {}),
-    "edits without asking": (edits_without_asking, 0, 2, [0, 6], {}),
     "load_state_dict": (loads_a_dict, 3, 2, [0, 6], {}),
     "states edited": (edits_states, 2, 2, [0, 6], {}),
     "states reset": (resets_states, 1, 2, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
-    "add_param_group": (adds_a_group, 2, 2, [0, 6], {}),  # stage 3 takes no parameter that its module did not have
-    "close": (closes, 3, 2, [5], {}),
+    "modes": (lambda at, n: getattr(at.optimizer, ("train", "eval")[n % 2])(), 1, 2, [0, 6], {"cls": ScheduleFree}),
     "states on disk": (does_all_on_disk, 1, 2, [0, 0, 0, 4], ON_DISK),
     "bf16 on disk": (does_all_on_disk, 3, 2, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
     "layouts": (changes_layouts, 2, 2, ANEW, {}),
@@ -175,23 +124,42 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, int, Sequence[int]
 }
 
 
-@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "states on disk"))
+@pytest.mark.parametrize("event", only(EVENTS, "steps", "states edited", "states reset", "states on disk", "modes"))
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:
-    """Of which the disk has taken none, one, some or all."""
+    """Of which the disk has taken none, one, some or all chunks of a rank when it follows."""
     follows, stage, world_size, counts, arguments = EVENTS[event]
     if "offload" in arguments:
         (tmp_path / "states").mkdir()
         arguments = {**arguments, "offload": Offload(states=tmp_path / "states")}
 
     def program(transport: Transport) -> None:
-        committed_is_saved(tmp_path, taker, Training(transport, stage, **arguments), follows, counts)
+        training, rank = Training(transport, stage, **arguments), transport.rank
+        mine_alone = f"ranks/rank-{rank:05d}.safetensors"
+        training.step(0)
+        with CheckpointManager(tmp_path / "asynchronous", training.optimizer) as checkpoints:
+            taker.begin(rank, ALL)
+            checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank}).result(PATIENT)
+            total = taker.taken[rank]
+            assert total > 8
+            for number, count in enumerate(counts, start=1):
+                path = tmp_path / f"blocking-{number}"
+                state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
+                anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
+                taker.begin(rank, count)
+                saving = checkpoints.save(number, state, {"rank": rank})
+                state["t"].fill_(-1)
+                taker.wait_until(rank, min(count, total))
+                follows(training, number)
+                taker.release(rank)
+                assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
+                mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
+                for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
+                    assert getattr(mine, name) == getattr(theirs, name), name
+                assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
 
     on_threads(world_size, program)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> None:
@@ -210,3 +178,28 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
             sizes.append(sum(live_storages().values()))
     # the caller's tensor alone has 400,000 bytes; a step makes small states, and what ran before may still be freed
     assert max(sizes[1:]) - sizes[0] < 10_000
+
+
+SETTINGS = (Setting(3, 3), Setting(0, 1), Setting(3, 2, sharding_factor=1, units="inside units"))
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "nadam": {"optimizer": "nadam"},
+    "fp16 sgd": {"optimizer": "sgd momentum", "precision": "fp16"},
+    "by kind": {"precision": "by kind"},
+    "bf16 adagrad, accelerated": {"optimizer": "adagrad", "precision": "bf16"},
+    "strides": {"optimizer": "rotated", "parts": (Part("linear", 5), Part("matrix"), Part("turned"), Part("norm"))},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_every_topology_writes_the_same_bytes_and_training_goes_on(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator, shards without parameters lie beside their master weights. Strides of states change bits."""
+    monkeypatch.setitem(BY_PARAMETER, "rotated", (Rotated, {}))
+    if "accelerated" in name:
+        request.getfixturevalue("accelerated")
+    commands: list[Any] = [*steps(2)]
+    for setting in SETTINGS:
+        way = {} if name == "strides" and setting.stage == 0 else {"folder": FOLDER}
+        commands += [Load(setting, **way), Consolidate(0), *steps(1, 60), Describe(exact=True)]
+    run(config_with({"stage": 2, "world_size": 2, **PROGRAMS[name]}), *commands, backend=ThreadsOnHosts())

@@ -1,26 +1,29 @@
-"""The whole state dict of the model: the plain loop's values and names, on the host, and back at any topology."""
+"""The whole state dict of the model and running averages: the plain loop's values and names, at any topology."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zero
 from collectives import Transport, on_threads, solo
 from zero import ShardedAverage, ZeroOptimizer
 
-from ..support.errors import error_of, errors_on
+from ..support.errors import error_of
 from ..support.models import Odd, odd_batches, odd_loss
 from ..support.models import build as locked_build
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.quantised import inside, qlora
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side
+from ..support.sides import AsPlain, OnRank, Side
 from ..support.sockets import on_sockets
-from .training import same, train
+from .training import average_of, same, train, values
 
 BF16 = PRECISIONS["bf16"]
 
@@ -32,80 +35,65 @@ def test_a_load_of_weights_alone_is_an_edit_of_the_model() -> None:
         train(side, range(1))
         if isinstance(side, AsPlain):
             saved = {name: value.detach().clone() for name, value in side.model.state_dict().items()}
+            train(side, range(1, 2))
+            side.model.load_state_dict(saved)
         else:
             saved = side.optimizer.full_state_dict(None, masters=False)
-        train(side, range(1, 2))
-        if isinstance(side, AsPlain):
-            side.model.load_state_dict(saved)
-        else:  # the last rank alone has it
-            side.optimizer.load_full_state_dict(saved if side.optimizer.rank == 1 else None)
+            train(side, range(1, 2))
+            side.optimizer.load_full_state_dict(
+                saved if side.optimizer.rank == 1 else None
+            )  # the last rank alone has it
         train(side, range(2, 3))
 
     same(loop, 2, 0, BF16)
 
 
-def trained(transport: Transport, stage: int, precision: Any = None, **more: Any) -> tuple[Odd, ZeroOptimizer]:
-    model = locked_build(0)
-    with torch.no_grad():
-        model.offset += transport.rank  # a buffer of each rank's own, after construction
-    listed = [parameter for name, parameter in model.named_parameters() if not name.startswith("first")]
-    arguments = {"module": model, "stage": stage, "process_group": transport, "mixed_precision": precision, **more}
-    optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **arguments)
-    odd_loss(model, odd_batches(1, 1)[0]).backward()
+def take_step(model: nn.Module, optimizer: ZeroOptimizer, seed: int = 1) -> None:
+    odd_loss(model, odd_batches(1, seed)[0]).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def trained(transport: Transport, stage: int, precision: Any = None) -> tuple[Odd, ZeroOptimizer]:
+    model = locked_build(0)
+    listed = [parameter for name, parameter in model.named_parameters() if not name.startswith("first")]
+    given = {"module": model, "stage": stage, "process_group": transport, "mixed_precision": precision}
+    optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **given)
+    take_step(model, optimizer)
+    model.offset.fill_(transport.rank)
     return model, optimizer
 
 
-@pytest.mark.parametrize(("stage", "run"), rows([(1, on_threads), (3, on_sockets)], [(0, on_threads), (3, on_threads)]))
-def test_it_is_on_one_rank_in_memory_of_its_own_and_fits_plain_models_at_any_topology(stage: int, run: Any) -> None:
-    """Also parameters that are not trained. Ties stay ties, buffers are those of the rank, and no step changes it."""
+@pytest.mark.parametrize(("stage", "run"), rows([(1, on_threads), (3, on_sockets)], [(0, on_threads)]))
+def test_it_is_on_one_rank_in_memory_of_its_own_with_ties_and_strides(stage: int, run: Any) -> None:
+    """No step changes it. What is loaded and goes on: `laws/test_goes_on`."""
 
     def save(transport: Transport) -> Any:
         model, optimizer = trained(transport, stage)
-        model.offset.fill_(transport.rank)
         with optimizer.gathered():
             expected = {name: value.clone() for name, value in model.state_dict().items()}
-        before = optimizer.traffic.payload_sent
         found = optimizer.full_state_dict(to=1)
+        take_step(model, optimizer)
+        optimizer.close()
+        model.offset.fill_(9.0)
+        assert (found is None) is (transport.rank != 1)
         if found is not None:
             assert list(found) == list(expected)
             assert found["head.weight"] is found["embed.weight"]
-            assert (
-                len({value.untyped_storage().data_ptr() for value in found.values() if value.numel()})
-                == sum(value.numel() > 0 for value in found.values()) - 1
-            )
-            assert {name: value.stride() for name, value in found.items()} == {
-                name: value.stride() for name, value in expected.items()
-            }
-        odd_loss(model, odd_batches(1, 2)[0]).backward()
-        optimizer.step()
-        optimizer.close()
-        model.offset.fill_(9.0)
-        assert_same_value(found if transport.rank == 1 else expected, expected, "the dict after a step")
-        return found, optimizer.traffic.payload_sent - before
+            places = [value.untyped_storage().data_ptr() for value in found.values() if value.numel()]
+            assert len(set(places)) == len(places) - 1
+            assert_same_value(found, expected, "the dict after a step")
+            for name, value in expected.items():
+                assert found[name].stride() == value.stride(), name
+            Odd().load_state_dict(found)
 
-    results = run(3, save)
-    (kept,) = [found for found, _ in results if found is not None]
-    plain = Odd()
-    plain.load_state_dict(kept)
-
-    def load(transport: Transport) -> Any:
-        model, optimizer = trained(transport, 3 - stage)
-        optimizer.load_full_state_dict(kept if transport.rank else None)
-        optimizer.check_replicas()
-        optimizer.close()
-        return model.state_dict()
-
-    for found in on_threads(2, load):
-        assert_same_value(found, plain.state_dict(), "what was loaded")
+    run(3, save)
 
 
 @pytest.mark.parametrize(("stage", "ranks"), rows([(3, 4)], [(2, 3), (3, 1)]))
 def test_what_is_sent_are_the_shards_of_the_other_ranks(stage: int, ranks: int) -> None:
     def program(transport: Transport) -> list[int]:
-        model = locked_build(0)
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.0005)
+        optimizer = ZeroOptimizer(locked_build(0), stage=stage, process_group=transport, bucket_cap_mb=0.0005)
         bounds = [bucket.bounds for bucket in optimizer.describe().buckets]
         begin, last = optimizer.traffic, transport.world_size - 1
         optimizer.full_state_dict(to=last)
@@ -129,20 +117,22 @@ def test_names_are_those_of_the_module_without_wrappers() -> None:
     optimizer.load_full_state_dict({f"_orig_mod.{name}": value for name, value in found.items()})
     optimizer.close()
     assert_same_bits(model[0].weight, torch.full((3, 2), 2.0))
+    without = ZeroOptimizer(nn.Linear(2, 2).parameters(), process_group=solo())
+    assert "full_state_dict() needs the module whose parameters these are: build" in error_of(without.full_state_dict)
 
 
 def test_a_quantised_base_is_in_it_as_it_is_and_is_not_loaded() -> None:
-    def program(transport: Transport) -> str:
+    def program(transport: Transport) -> None:
         model = qlora()
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, lr=0.1)
         found = optimizer.full_state_dict(to=None)
         assert found is not None
         for name, value in model.bases().items():
             assert_same_value(inside(found[name]), inside(value), name)
-        return error_of(optimizer.load_full_state_dict, found)
+        words = "is a Quantised, which is not copied from one rank to another: load it on every rank before"
+        assert words in error_of(optimizer.load_full_state_dict, found)
 
-    for message in on_threads(2, program):
-        assert "is a Quantised, which is not copied from one rank to another: load it on every rank before" in message
+    on_threads(2, program)
 
 
 def test_inside_applied_it_is_the_average_and_inside_join_a_rank_without_batches_takes_part() -> None:
@@ -151,27 +141,15 @@ def test_inside_applied_it_is_the_average_and_inside_join_a_rank_without_batches
         average = ShardedAverage(optimizer)
         average.update_parameters(model)
         expected = optimizer.full_state_dict(to=None)
-        odd_loss(model, odd_batches(1, 3)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(model, optimizer, 3)
         with average.applied():
             assert_same_value(optimizer.full_state_dict(to=None), expected, "the average")
         with optimizer.join():
             for step in range(transport.rank):
-                odd_loss(model, odd_batches(1, step)[0]).backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                take_step(model, optimizer, step)
                 assert (optimizer.full_state_dict(to=2) is None) == (transport.rank != 2)
 
     on_threads(3, program)
-
-
-def test_it_needs_the_module() -> None:
-    def program(transport: Transport) -> None:
-        ZeroOptimizer(nn.Linear(2, 2).parameters(), process_group=transport).full_state_dict()
-
-    for message in errors_on(2, program):
-        assert message.startswith("ValueError: full_state_dict() needs the module whose parameters these are: build")
 
 
 class Counting(nn.Linear):
@@ -189,19 +167,88 @@ class Counting(nn.Linear):
 def test_extra_state_of_a_module_is_in_the_dict_and_is_not_loaded() -> None:
     """It is each rank's own, and no rank unpickles what another one sends."""
 
-    def program(transport: Transport) -> tuple[int, str]:
+    def program(transport: Transport) -> None:
         model = Counting()
         model.count = 5 + transport.rank
         optimizer = ZeroOptimizer(model, process_group=transport)
         found = optimizer.full_state_dict(to=None)
         assert found is not None
-        assert found["_extra_state"] == 5 + transport.rank
+        assert found.pop("_extra_state") == 5 + transport.rank
         model.count = 1
-        optimizer.load_full_state_dict(found if transport.rank == 0 else None)
-        wrong = {name: value for name, value in found.items() if name != "bias"}
-        error = error_of(optimizer.load_full_state_dict, wrong if transport.rank == 0 else None)
-        return model.count, error
+        optimizer.load_full_state_dict({**found, "_extra_state": 7} if transport.rank == 0 else None)
+        assert model.count == 1
 
-    for count, error in on_threads(2, program):
-        assert count == 1
-        assert 'Missing key(s) in state_dict: "bias"' in error
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), rows([(2, 3)], [(1, 0), (3, 1)]))
+def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, stage: int) -> None:
+    """Loaded states, and an average. Evaluations come first, as a sanity check does."""
+
+    def loop(side: Side) -> Any:
+        average = None
+        for step in range(4):
+            with torch.inference_mode(step % 2 == 0) if isinstance(side, OnRank) else nullcontext():
+                if isinstance(side, OnRank) and step == 2:
+                    side.optimizer.consolidate_state_dict(to=None)
+                    side.optimizer.load_state_dict(side.optimizer.state_dict())
+                if step == 1:
+                    average = average_of(side, "mean")
+                with torch.no_grad():
+                    side.model(odd_batches(1, 9)[0][0])
+            train(side, range(step, step + 1))
+            with torch.inference_mode(step == 1 and isinstance(side, OnRank)):
+                if average is not None:
+                    average.update_parameters(side.model)
+        return values(average)
+
+    same(loop, world_size, stage)
+
+
+@pytest.mark.parametrize("stage", rows([1], [3]))
+def test_ranks_that_have_run_out_of_batches_update_it_too(stage: int) -> None:
+    def loop(side: Side) -> Any:
+        average = average_of(side, "ema")
+        with side.join():
+            for step in range(max((3, 1)[rank] for rank in side.ranks)):
+                mine = [rank for rank in side.ranks if step < (3, 1)[rank]]
+                batches = odd_batches(2, step, extra=False)
+                side.train(lambda model, rank, batches=batches: odd_loss(model, batches[rank]), ranks=mine)  # type: ignore[misc]
+                side.step()
+                average.update_parameters(*([side.model] if isinstance(side, AsPlain) else []))
+                side.clear()
+        return values(average)
+
+    same(loop, 2, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_params_that_are_added_later_have_their_weights_until_the_next_update(stage: int, tmp_path: Path) -> None:
+    """Ranks with other averages do not restore."""
+
+    def run(transport: Transport) -> None:
+        model = locked_build(0)
+        given: dict[str, Any] = {"module": model, "stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005}
+        optimizer = ZeroOptimizer(model.layers.parameters(), **given)
+        average = ShardedAverage(optimizer)
+        average.update_parameters()
+        optimizer.add_param_group({"params": list(model.last.parameters())})
+        found = average.gather(to=None)
+        assert (average.gather(to=0) is None) is (optimizer.rank != 0)
+        zero.save(tmp_path / "saved", optimizer)
+        with average.applied():
+            pass
+        if transport.rank == 1:
+            average.close()
+        words = "rank 1 has the averages [], and rank 0 ['average']"
+        assert words in error_of(zero.load, tmp_path / "saved", optimizer, rng=False)
+        optimizer.close()
+        saved = zero.open_checkpoint(tmp_path / "saved").averages("average")
+        assert int(saved.pop("n_averaged")) == 1
+        assert found is not None
+        assert saved.keys() == found.keys()
+        for name in ("last.weight", "last.bias"):
+            assert_same_bits(found[name], model.get_parameter(name).detach(), name)
+            assert_same_bits(saved[name], model.get_parameter(name).detach(), name)
+
+    on_threads(2, run, timeout=10)

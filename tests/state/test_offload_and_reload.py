@@ -73,9 +73,6 @@ def test_what_goes_to_the_host_and_comes_back_has_the_plain_loops_bits(changes: 
     run(config_with({"world_size": 2, **changes}), *LENDS)
 
 
-# -- between the two calls ---------------------------------------------------------------------------------------------
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
     for step in steps:
         odd_loss(model, odd_batches(1, step)[0]).backward()
@@ -87,6 +84,12 @@ def build(stage: int, transport: Transport | None = None) -> tuple[nn.Module, Ze
     model, group = locked_build(0), transport or solo()
     options: dict[str, Any] = {"collective": "pairwise"} if group.world_size > 1 else {}
     return model, ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-2, **options)
+
+
+def same_as_plain(model: nn.Module, steps: range) -> None:
+    plain = locked_build(0)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps)
+    assert_same_model(model, plain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -105,33 +108,25 @@ def test_before_reload_the_model_is_not_read_and_no_earlier_graph_is_used(stage:
     same_as_plain(model, range(4))
 
 
-def same_as_plain(model: nn.Module, steps: range) -> None:
-    plain = locked_build(0)
-    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps)
-    assert_same_model(model, plain)
-
-
 @pytest.mark.parametrize(("stage", "call"), [(2, "reload"), (1, "close"), (3, "close")])
 def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
     stage: int, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    to_host, to_device, failed = DeviceMemory._to_host, DeviceMemory._to_device, set[str]()
+    failed = set[str]()
 
-    def full(self: DeviceMemory, side: str, error: Exception) -> None:
-        if self._transport.rank == 1 and side not in failed:
-            failed.add(side)
-            raise error
+    def without_room(name: str, error: Exception) -> None:
+        copied = getattr(DeviceMemory, name)
 
-    def copied_to_host(self: DeviceMemory) -> Any:
-        full(self, "host", ValueError("offload: 7 bytes of the host's memory cannot be pinned"))
-        return to_host(self)
+        def copies(self: DeviceMemory) -> Any:
+            if self._transport.rank == 1 and name not in failed:
+                failed.add(name)
+                raise error
+            return copied(self)
 
-    def copied_to_device(self: DeviceMemory) -> Any:
-        full(self, "device", torch.OutOfMemoryError("7 bytes are missing"))
-        return to_device(self)
+        monkeypatch.setattr(DeviceMemory, name, copies)
 
-    monkeypatch.setattr(DeviceMemory, "_to_host", copied_to_host)
-    monkeypatch.setattr(DeviceMemory, "_to_device", copied_to_device)
+    without_room("_to_host", ValueError("offload: 7 bytes of the host's memory cannot be pinned"))
+    without_room("_to_device", torch.OutOfMemoryError("7 bytes are missing"))
 
     def program(transport: Transport) -> tuple[str, str, nn.Module]:
         model, optimizer = build(stage, transport)
@@ -147,9 +142,6 @@ def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
         assert "offload(): offload: 7 bytes of the host's memory cannot be pinned" in no_host
         assert "reload(): rank 1: 7 bytes are missing; all is on the host still" in no_device
         same_as_plain(model, range(2))
-
-
-# -- what moves --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [1, 3])

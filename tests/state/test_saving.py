@@ -1,21 +1,31 @@
-"""Optimizer states have torch's own form, and are made, shared and called as those of torch."""
+"""Optimizer states have torch's own form and strides, are made, shared and called as those of torch."""
 
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero
-from zero import ZeroOptimizer
+from collectives import Transport, on_threads, solo
+from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
+from zero.checkpoint.format.tensorfile import STRIDES
+from zero.core.bits import copied
 
+from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
+from ..support.errors import error_of
+from ..support.loops import seeded
 from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_states
+from ..support.plain import assert_same_bits, assert_same_states, assert_same_value
+from ..support.rows import rows
+from ..support.shampoo import Rotated
 from ..support.sides import Side, same_as_plain
 from ..support.trainings import SGD, Two
 
@@ -28,21 +38,6 @@ def test_before_the_first_step_there_is_no_state(stage: int) -> None:
     assert optimizer.describe().bytes["optimizer"] == 0
 
 
-def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
-    model, plain = locked_build(0), locked_build(0)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    adamw = torch.optim.AdamW(plain.named_parameters(), lr=1e-2)
-    for each, by in ((model, optimizer), (plain, adamw)):
-        odd_loss(each, odd_batches(1)[0]).backward()  # type: ignore[no-untyped-call]
-        by.step()
-    ours, theirs = optimizer.state_dict(), adamw.state_dict()
-    assert ours["param_groups"] == theirs["param_groups"]
-    assert_same_states(ours, theirs)
-    for index, state in theirs["state"].items():
-        for key, value in state.items():
-            assert ours["state"][index][key].stride() == value.stride(), (index, key)
-
-
 class Narrow(torch.optim.SGD):
     """Keeps the momentum in bf16 between steps."""
 
@@ -52,16 +47,26 @@ class Narrow(torch.optim.SGD):
             state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
 
 
-def test_a_state_may_be_narrower_than_its_parameter() -> None:
-    model, plain = locked_build(0), locked_build(0)
-    arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-    ours, theirs = ZeroOptimizer(model, Narrow, **arguments), Narrow(plain.parameters(), **arguments)
-    for step in range(2):
-        for each, by in ((model, ours), (plain, theirs)):
-            by.zero_grad()
-            odd_loss(each, odd_batches(1, step)[0]).backward()  # type: ignore[no-untyped-call]
-            by.step()
-    assert_same_states(ours.state_dict(), theirs.state_dict())
+def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
+    """A state may be narrower than its parameter."""
+    given: tuple[tuple[Any, dict[str, Any]], ...] = (
+        (torch.optim.AdamW, {"lr": 1e-2}),
+        (Narrow, {"lr": 0.1, "momentum": 0.9, "foreach": False}),
+    )
+    for cls, arguments in given:
+        model, plain = locked_build(0), locked_build(0)
+        optimizer, reference = ZeroOptimizer(model, cls, **arguments), cls(plain.named_parameters(), **arguments)
+        for each, by in ((model, optimizer), (plain, reference)):
+            for step in range(2):
+                by.zero_grad()
+                odd_loss(each, odd_batches(1, step)[0]).backward()  # type: ignore[no-untyped-call]
+                by.step()
+        ours, theirs = optimizer.state_dict(), reference.state_dict()
+        assert ours["param_groups"] == theirs["param_groups"]
+        assert_same_states(ours, theirs)
+        for index, state in theirs["state"].items():
+            for key, value in state.items():
+                assert ours["state"][index][key].stride() == value.stride(), (index, key)
 
 
 @pytest.mark.law("user objects")
@@ -155,18 +160,7 @@ def test_adagrad_makes_the_states_of_a_later_group_in_the_step(stage: int) -> No
     same_as_plain(loop, Three, torch.optim.Adagrad, 1 + stage % 3, lr=0.1, **given)
 
 
-class MadeAtOnce(SGD):
-    """Makes its states in the constructor, and those of later groups when they are added."""
-
-    def add_param_group(self, param_group: Any) -> None:
-        super().add_param_group(param_group)
-        for p in self.param_groups[-1]["params"]:
-            self.state[p]["momentum_buffer"] = torch.ones_like(p)
-
-
 class NeedsStates(SGD):
-    """Makes its states in the constructor, and none in a step."""
-
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         for p in (p for group in self.param_groups for p in group["params"]):
@@ -177,10 +171,9 @@ class NeedsStates(SGD):
             p.data.sub_(self.state[p]["momentum_buffer"] * p.grad)
 
 
-@pytest.mark.parametrize("cls", [MadeAtOnce, NeedsStates])
-def test_a_class_that_makes_all_states_before_a_step_makes_those_of_a_later_group_at_once(cls: Any) -> None:
+def test_a_class_that_makes_all_states_before_a_step_makes_those_of_a_later_group_at_once() -> None:
     model = Three()
-    optimizer = ZeroOptimizer([model.first], cls, lr=0.1, momentum=0.9)
+    optimizer = ZeroOptimizer([model.first], NeedsStates, lr=0.1, momentum=0.9)
     optimizer.add_param_group({"params": [model.late]})
     assert sorted(optimizer.state_dict()["state"]) == [0, 1]
     optimizer.close()
@@ -188,27 +181,149 @@ def test_a_class_that_makes_all_states_before_a_step_makes_those_of_a_later_grou
 
 def test_groups_that_share_a_learning_rate_share_the_loaded_one(tmp_path: Path) -> None:
     """In a dict, and in a checkpoint. One that is only equal stays another."""
-    cls = torch.optim.AdamW
-
-    def groups_of(model: Any) -> list[dict[str, Any]]:
-        return [
-            {"params": [model.first]},
-            {"params": [model.late]},
-            {"params": [model.unused], "lr": torch.tensor(0.3)},
-        ]
-
-    def shared(groups: Any) -> list[bool]:
-        return [groups[n]["lr"] is groups[0]["lr"] for n in range(3)]
-
-    plain, model = cls(groups_of(Three()), lr=torch.tensor(0.3)), Three()
-    plain.load_state_dict(plain.state_dict())
-    optimizer = ZeroOptimizer(groups_of(model), cls, module=model, lr=torch.tensor(0.3))
+    model = Three()
+    others = [{"params": [model.late]}, {"params": [model.unused], "lr": torch.tensor(0.3)}]
+    groups: list[dict[str, Any]] = [{"params": [model.first]}, *others]
+    optimizer = ZeroOptimizer(groups, torch.optim.AdamW, module=model, lr=torch.tensor(0.3))
     saved = optimizer.state_dict()
     zero.save(tmp_path / "saved", optimizer)
     for load in (optimizer.load_state_dict, lambda _: zero.load(tmp_path / "saved", optimizer)):
         before = optimizer.param_groups[0]["lr"]
         load(saved)
-        found = [shared(groups) for groups in (plain.param_groups, saved["param_groups"], optimizer.param_groups)]
-        assert found == 3 * [[True, True, False]]
+        for found in (saved["param_groups"], optimizer.param_groups):
+            assert [found[n]["lr"] is found[0]["lr"] for n in range(3)] == [True, True, False]
         assert all(optimizer.param_groups[0]["lr"] is not other for other in (before, saved["param_groups"][0]["lr"]))
-    optimizer.close()
+
+
+WIDTH, LAYERS = 67, 5
+PSI = LAYERS * (WIDTH * WIDTH + WIDTH)
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(2, WIDTH)).float().square().sum().backward()
+
+
+@pytest.mark.law("memory")
+@pytest.mark.law("traffic")
+@pytest.mark.parametrize(
+    ("stage", "world_size", "narrow"),
+    rows([(1, 3, False), (0, 2, True), (3, 4, True)], [(0, 2, False), (2, 3, True), (3, 3, False)]),
+)
+def test_bytes_and_traffic_of_a_step_with_no_sync_are_the_closed_form(
+    stage: int, world_size: int, narrow: bool
+) -> None:
+    """Of an element, sharded as the stage says: 4 bytes of parameter and 8 of states; in 16 bits 2 of parameter, and 12
+    of states and master weight. Contributions and parameters are sent as they are; the means of stage 0 in 32 bits."""
+
+    def program(transport: Transport) -> tuple[int, int, int]:
+        model = seeded(0, lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))))
+        precision = MixedPrecision(torch.bfloat16) if narrow else None
+        given: dict[str, Any] = {"stage": stage, "bucket_cap_mb": 0.03, "mixed_precision": precision}
+        optimizer = ZeroOptimizer(model, torch.optim.Adam, process_group=transport, **given)
+        for _ in range(2):
+            before = optimizer.traffic
+            with optimizer.no_sync():
+                backward(model)
+            backward(model)
+            backward(model)
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        spent, told = optimizer.traffic - before, optimizer.describe()
+        optimizer.close()  # a description keeps the facts of its moment
+        slack = (6 if narrow else 3) * 64 * (2 * LAYERS + len(told.buckets))
+        parameters = (2 if narrow else 4) * PSI // (world_size if stage == 3 else 1)
+        states = (12 if narrow else 8) * PSI // (world_size if stage else 1)
+        assert abs(told.bytes["parameters"] - parameters) < slack
+        assert abs(told.bytes["optimizer"] - states) < slack
+        return spent.payload_sent, told.formula_traffic_bytes(3, 2), sum(each.bounds[-1] for each in told.buckets)
+
+    results = on_threads(world_size, program)
+    size = 2 if narrow else 4
+    expected = size * 2 + 4 if stage == 0 and narrow else size * 4 if stage == 0 else size * 3
+    assert results[0][1] == sum(sent for sent, _, _ in results)
+    assert stage == 3 or results[0][1] == expected * (world_size - 1) * results[0][2]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Rotated is not element-wise")
+
+
+def strides_of(value: Any) -> Any:
+    """Return a tree with the strides of its tensors and arrays in their place."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        return tuple(value.stride() if isinstance(value, Tensor) else value.strides)
+    if isinstance(value, (list, tuple)):
+        return [strides_of(inside) for inside in value]
+    return {key: strides_of(inside) for key, inside in value.items()} if isinstance(value, dict) else None
+
+
+def test_those_of_a_state_come_back_and_files_of_before_they_were_noted_are_read(tmp_path: Path) -> None:
+    """Files are row-major. The class itself takes the states."""
+    model = nn.Linear(9, 9)
+    model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
+    optimizer = ZeroOptimizer(model, Rotated, process_group=solo())
+    model(torch.ones(2, 9)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    before, path = optimizer.state_dict(), tmp_path / "saved"
+    zero.save(path, optimizer)
+    assert "state.weight.momentum" in json.loads(open_checkpoint(path).header(OPTIMIZER).metadata[STRIDES])
+    zero.load(path, optimizer)
+    for found in (optimizer.state_dict(), open_checkpoint(path).optimizer_state_dict()):
+        assert_same_states(found, before)
+        assert strides_of(found["state"]) == strides_of(before["state"])
+    rewrite_header(path / OPTIMIZER, **{STRIDES: "{}"})
+    forge(path)
+    zero.load(path, optimizer)
+    assert_same_states(optimizer.state_dict(), before)
+    for parameter, state in zip(model.parameters(), optimizer.state_dict()["state"].values(), strict=True):
+        assert state["momentum"].stride() == parameter.stride(), "it lies as its parameter does"
+        assert all(tensor.is_contiguous() for tensor in (state["first"], *state["bases"], state["one"]))
+
+
+def test_what_a_user_gives_comes_back_with_its_strides(tmp_path: Path) -> None:
+    vectors, part = torch.linalg.eigh(torch.eye(3) + 1)[1], torch.arange(24.0).view(4, 6)[:, :3]
+    given = {
+        "vectors": vectors,
+        "nested": [(vectors.t(), {"conv": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last)})],
+        "expanded": torch.arange(3.0).expand(2, 3),
+        "rows": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        "plain": torch.ones(2, 3),
+    }
+    gaps = {"gaps": part, "turned": part.t(), "windows": torch.arange(6.0).unfold(0, 3, 1)}
+
+    def program(transport: Transport) -> None:
+        optimizer = ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, process_group=transport)
+        zero.save(tmp_path / "saved", optimizer, {**given, **gaps}, {"own": vectors + transport.rank})
+        restored = zero.load(tmp_path / "saved", optimizer, rng=False)
+        found = dict(restored.state)
+        assert strides_of(found) == {**strides_of(given), "gaps": (3, 1), "turned": (1, 3), "windows": (3, 1)}
+        assert np.array_equal(found.pop("rows"), given["rows"])
+        assert_same_value(found, {key: {**given, **gaps}[key] for key in found}, "the state")
+        assert all(copied(value).stride() == found[name].stride() for name, value in gaps.items())
+        own = restored.rank_state["own"]
+        assert own.stride() == vectors.stride()
+        assert_same_value(own, vectors + transport.rank, "the rank's own")
+
+    on_threads(2, program)
+
+
+FORGED = (  # of "a", which has shape (2, 3)
+    *("[]", "no JSON", '{"b": [3, 1]}', '{"a": [1]}', '{"a": [3, 1, 1]}', '{"a": [-3, 1]}', '{"a": [3, 1.0]}'),
+    *('{"a": [3, true]}', '{"a": "31"}', '{"a": [1, 1]}', '{"a": [4, 1]}', '{"a": [9000000000000000, 1]}'),
+)
+
+
+def test_strides_that_no_tensor_has_are_an_error(tmp_path: Path) -> None:
+    """A parameter may be called as the note is."""
+    tied = nn.Module()
+    tied.weight = tied.strides = nn.Parameter(torch.ones(2, 3))
+    optimizer = ZeroOptimizer(tied, torch.optim.SGD, process_group=solo())
+    path = tmp_path / "saved"
+    zero.save(path, optimizer, {"a": torch.zeros(2, 3)})
+    assert open_checkpoint(path).model_state_dict().keys() == {"weight", "strides"}
+    for note in FORGED:
+        rewrite_header(path / "state.safetensors", **{STRIDES: note})
+        forge(path)
+        for read in (lambda: open_checkpoint(path).state, lambda: zero.load(path, optimizer)):
+            assert "state.safetensors: its strides" in error_of(read)

@@ -19,7 +19,6 @@ TOGETHER = 6  # micro-batches of a step
 
 
 def train(side: Side, steps: range, *averages: Any) -> None:
-    """Take steps, and update averages behind each."""
     for step in steps:
         sides.train(side, [step], lambda step: odd_batches(TOGETHER, step, extra=False), odd_loss)
         for average in averages:
@@ -33,13 +32,11 @@ def average_of(side: Side, kind: str, **arguments: Any) -> Any:
 
 
 def values(average: Any) -> dict[str, Any]:
-    """Return an average's values and strides, by name."""
     ours = isinstance(average, ShardedAverage)
     found: Any = average.gather(to=None) if ours else dict(average.module.named_parameters())
     return {name: (value.stride(), value.detach().clone()) for name, value in found.items()}
 
 
 def same(loop: Loop, world_size: int, stage: int, precision: Any = None, **settings: Any) -> None:
-    """Assert that a loop gives ranks the bits of the plain loop."""
     arguments = {"settings": {"stage": stage, "bucket_cap_mb": 0.0005, **settings}, "precision": precision}
     same_as_plain(loop, lambda: locked_build(0), torch.optim.AdamW, world_size, divisor=TOGETHER, lr=0.01, **arguments)

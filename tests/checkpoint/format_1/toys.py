@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 
 class HalfMomentum(torch.optim.Optimizer):
-    """An element-wise class: the momentum is halved at each step."""
-
     def __init__(self, params: Any, lr: float = 0.5, bounds: tuple[float, float] = (-64.0, 64.0)) -> None:
         super().__init__(params, {"lr": lr, "bounds": bounds})
 
@@ -102,13 +100,11 @@ class Small(nn.Module):
         self.register_buffer("seen", torch.tensor([3, 4]))
 
     def forward(self, step: int) -> Tensor:
-        """Return a loss with the gradients of this step."""
         named = {"weight": self.weight, "bias": self.bias, "scale": self.scale}
         return torch.stack([(named[name] * g.to(named[name].dtype)).sum() for name, g in gradients(step).items()]).sum()
 
 
 def gradients(step: int) -> dict[str, Tensor]:
-    """Return the gradient of each parameter that a step uses, in fp32: whole numbers from -4 to 4."""
     return {
         "weight": torch.tensor([[1.0, -2.0, 0.0], [3.0, 0.0, -1.0]]) + step,
         "bias": torch.tensor([2.0, 0.0, -4.0 + step]),
@@ -117,7 +113,6 @@ def gradients(step: int) -> dict[str, Tensor]:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups, with names."""
     first = [(name, p) for name, p in model.named_parameters() if name != "bias" and p.requires_grad]
     return [{"params": first}, {"params": [("bias", dict(model.named_parameters())["bias"])], "lr": 2**-10}]
 

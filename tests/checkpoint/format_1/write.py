@@ -30,7 +30,6 @@ STEPS = 2
 
 
 def zero_optimizer(model: nn.Module, transport: Transport | None = None, stage: int = 0) -> ZeroOptimizer:
-    """Return the optimizer of `sharded`."""
     precision = MixedPrecision(torch.bfloat16)
     return ZeroOptimizer(
         groups(model), HalfMomentum, module=model, stage=stage, process_group=transport, mixed_precision=precision
@@ -38,13 +37,11 @@ def zero_optimizer(model: nn.Module, transport: Transport | None = None, stage: 
 
 
 def other_optimizer(model: nn.Module, transport: Transport | None = None, stage: int = 0) -> ZeroOptimizer:
-    """Return the optimizer of `other_shapes`, which gives each parameter to one rank."""
     given = {"stage": stage, "process_group": solo() if transport is None else transport}
     return ZeroOptimizer(groups(model), OtherShapes, module=model, partition="parameter", **given)
 
 
 def write_sharded(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
-    """Train and save by a `ZeroOptimizer`. All ranks."""
     model = Small()
     optimizer = zero_optimizer(model, solo() if transport is None else transport, stage)
     train(model, optimizer, range(STEPS))

@@ -7,6 +7,7 @@ import shutil
 import signal
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,11 @@ from ...support.small import blocks
 DISTANCE = 7  # a death at every seventh call of a save
 
 
-def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
+def contents(root: Path) -> dict[int, str]:
+    return {step: zero.open_checkpoint(steps_in(root)[step]).content for step in complete_steps(root)}
+
+
+def died_at(disk: Disk, root: Path, rank: int, skip: int) -> bool:
     """Train and save twice while a rank dies after so many calls of the second save. Returns whether it did."""
     savings: list[Saving] = []
 
@@ -42,20 +47,18 @@ def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
         checkpoints = CheckpointManager(root, training.optimizer)
         checkpoints.save(1, blocking=True)
         training.step(1)
-        if skip is not None and transport.rank == rank:
-            disk.kill(rank, skip)
-        training.optimizer.exchange(b"")
+        training.on_rank_0(partial(disk.kill, rank, skip))
         savings.append(checkpoints.save(2))
         if transport.rank == rank:
             savings[-1].wait()
         training.optimizer.exchange(b"")
-        if disk.is_dead(rank):
+        if rank in disk.dead:
             raise DiedError
         savings[-1].wait()
 
     with suppress(DiedError, CollectiveError):
         on_threads(2, program, timeout=PATIENT)
-    died = disk.is_dead(rank)
+    died = rank in disk.dead
     for saving in savings:
         saving.abandon("the test has killed a rank", 0)
     disk.revive(PATIENT)
@@ -66,27 +69,25 @@ def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_at_any_call_leaves_what_the_next_run_needs(rank: int, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        disk = Disk(patch, tmp_path)
-        assert not died_at(disk, tmp_path / "whole", rank, None)
-        most = len(disk.of(rank))
-    reference = {step: zero.open_checkpoint(step_folder(tmp_path / "whole", step)).content for step in (1, 2)}
-    seen = set()
-    for skip in range(0, most, DISTANCE):
+    left: list[dict[int, str]] = []
+    died = True
+    while died:
+        skip = len(left) * DISTANCE
         root = tmp_path / f"{skip}"
         with pytest.MonkeyPatch.context() as patch:
-            if not died_at(Disk(patch, tmp_path), root, rank, skip):
-                break
-        steps = complete_steps(root)
-        seen.add(max(steps))
-        found = {step: zero.open_checkpoint(steps_in(root)[step]).content for step in steps}
-        assert found == {step: reference[step] for step in steps}
+            died = died_at(Disk(patch, tmp_path), root, rank, skip)
+        left.append(contents(root))
         with CheckpointManager(root, Training().optimizer) as checkpoints:
-            assert checkpoints.latest_step() == max(steps)
+            assert checkpoints.latest_step() == max(left[-1])
             checkpoints.restore(rng=False)
             checkpoints.save(3, blocking=True)
-        assert entries(root) == names(*steps, 3)
-    assert {1} <= seen <= {1, 2}
+        assert entries(root) == names(*left[-1], 3)
+    undisturbed = left[-1]  # where no rank died
+    assert list(undisturbed) == [1, 2]
+    assert len(left) > 5
+    assert list(left[0]) == [1]
+    for found in left:
+        assert found == {step: undisturbed[step] for step in found}
 
 
 @pytest.mark.parametrize("row", ["moved", "removed", "saved over", "moved, blocking"])
@@ -117,11 +118,7 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
     assert entries(tmp_path / "run") == names(*([1] if row == "saved over" else [])), "and nothing else is left"
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 def ends(group: Any, rank: int, folder: str, how: str) -> None:
-    """Leave the block, or die, on one rank while a save is under way. The other one writes what it has seen."""
     model = blocks()
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, process_group=group)
     ends_here = rank == (0 if how == "dies after the rename" else 1)

@@ -1,1 +1,1 @@
-"""Live states, and dicts of older releases."""
+"""Older dicts, and edits of states."""

@@ -1,1 +1,1 @@
-"""DeepSpeed's checkpoints, 200 saves, file systems."""
+"""DeepSpeed's checkpoints, and 200 saves."""

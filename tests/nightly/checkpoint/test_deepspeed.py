@@ -1,15 +1,12 @@
 """The blocks of `zero/checkpoint/DEEPSPEED.md` read what DeepSpeed writes, and training goes on from there.
 
-Those that train with DeepSpeed skip if it is not installed (the extra
-`peers`); the others read a file that torch wrote in its form.
+What DeepSpeed itself writes is skipped if it is not installed (the extra `peers`); the others read a file that torch
+wrote in its form.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero import MixedPrecision, ZeroOptimizer
+from zero import ZeroOptimizer
 
+from ...checkpoint.saved import Payload
 from ...support.launched import launch
-from ...support.loops import PlainLoop, blocks_of, seeded
+from ...support.loops import blocks_of, seeded
 from ...support.plain import assert_same_bits, assert_same_states
 
 PAGE = Path(zero.__file__).parent / "checkpoint" / "DEEPSPEED.md"
@@ -36,8 +34,6 @@ CASES: dict[str, dict[str, Any]] = {
     "2-bf16": {"stage": 2},
     "3-bf16": {"stage": 3},
 }
-
-PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16)}
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,7 +63,6 @@ class TiedAndFrozen(nn.Module):
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Return two param groups with names, without what is frozen."""
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     matrices = [pair for pair in named if pair[1].dim() > 1]
     return [
@@ -122,96 +117,25 @@ def train_with_deepspeed(names: dict[str, Any], folder: Path) -> dict[str, Any]:
     return reported
 
 
-def train_on(names: dict[str, Any], folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
-    """Train on by the blocks of the page, in each precision, at each of our stages. Return the states of the models,
-    and the master weights."""
-    results: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
-    for case, (text, precision), stage in itertools.product(CASES, PRECISIONS.items(), range(4)):
-        scope = {name: value for name, value in names.items() if not name.startswith("__")}
-        scope |= {"path": str(folder / case), "stage": stage, "model": seeded(6, TiedAndFrozen)}
-        scope["ZeroOptimizer"] = functools.partial(ZeroOptimizer, mixed_precision=precision)
-        exec(block("Reading it"), scope)
-        exec(block("Training on"), scope)
-        model, optimizer = scope["model"], scope["optimizer"]
-        for inputs, targets in batches(2, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
-            nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.check_replicas()
-        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        masters = {f"master of {name}": optimizer.full_master(p) for name, p in trained}
-        optimizer.close()
-        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-        results.setdefault((case, text), []).append(state | masters)
-    return results
-
-
-def plain_from(reported: dict[str, dict[str, Tensor]]) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer]]:
-    """Return a plain model with the weights that DeepSpeed has reported, and a function that returns an optimizer with
-    the states: of the parameters, or of the master weights that it is given in their order."""
-    model = seeded(5, TiedAndFrozen)
-    named = dict(model.named_parameters())
-    for name, value in reported["weights"].items():
-        named[name].data.copy_(value)
-
-    def optimizer_of(updated: Sequence[Tensor] | None = None) -> torch.optim.Optimizer:
-        of = dict(zip(named, updated or named.values(), strict=True))
-        groups = groups_of(model)
-        for group in groups:
-            group["params"] = [(name, of[name]) for name, _ in group["params"]]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        for name in reported["weights"]:
-            optimizer.state[of[name]] = {
-                "step": torch.tensor(float(STEPS)),
-                "exp_avg": reported["exp_avg"][name].clone(),
-                "exp_avg_sq": reported["exp_avg_sq"][name].clone(),
-            }
-        return optimizer
-
-    return model, optimizer_of
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Return the folder with what DeepSpeed has saved in each case, and what it has reported."""
-    pytest.importorskip("deepspeed")
-    folder = tmp_path_factory.mktemp("deepspeed")
-    return folder, launch("tests.nightly.checkpoint.test_deepspeed:train_with_deepspeed", folder, limit=250)
-
-
 def reader() -> Any:
-    """Return the function of the page that reads a folder."""
     scope: dict[str, Any] = {}
     exec(block("Reading it"), scope)
     return scope["read_deepspeed"]
 
 
-def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, dict[str, Any]]) -> None:
-    """In mixed precision the master weights begin with DeepSpeed's fp32 weights."""
-    folder, reported = written
-    for (case, text), states in launch("tests.nightly.checkpoint.test_deepspeed:train_on", folder, limit=250).items():
-        model, optimizer_of = plain_from(reported[case])
-        loop = PlainLoop(precision=PRECISIONS[text], optimizer_of=optimizer_of, max_norm=float("inf"))
-        before = {name: value.clone() for name, value in model.named_parameters()}
-        optimizer = loop.run(model, batches(2, STEPS * WORLD_SIZE))
-        updated: dict[str, Tensor] = {}
-        for group in optimizer.param_groups:
-            updated |= zip(group["param_names"], group["params"], strict=True)
-        changed = {name for name, value in updated.items() if not torch.equal(value, before[name])}
-        assert changed == {"first.weight", "first.bias", "second.weight", "scale"}
-        expected = model.state_dict() | {f"master of {name}": value.detach() for name, value in updated.items()}
-        for (stage, state), (name, value) in itertools.product(enumerate(states), expected.items()):
-            assert_same_bits(state[name], value, f"case {case}, {text}, stage {stage}, {name}")
-
-
-class RunsCode:
-    """An object that would make a folder when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.path,)
+def test_what_deepspeed_writes_is_read_with_the_bits_that_it_reports(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    reported = launch("tests.nightly.checkpoint.test_deepspeed:train_with_deepspeed", tmp_path, limit=250)
+    for case, expected in reported.items():
+        found = reader()(tmp_path / case)
+        names = [name for group in found["optimizer"]["param_groups"] for name in group["param_names"]]
+        assert sorted(names) == sorted(expected["weights"])
+        for number, name in enumerate(names):
+            assert_same_bits(found["model"][name], expected["weights"][name], f"{case}, {name}")
+            state = found["optimizer"]["state"][number]
+            assert state["step"] == STEPS
+            for key in ("exp_avg", "exp_avg_sq"):
+                assert_same_bits(state[key], expected[key][name], f"{case}, {key} of {name}")
 
 
 def forged(folder: Path) -> Path:
@@ -219,28 +143,37 @@ def forged(folder: Path) -> Path:
     inside = folder / "tag"
     inside.mkdir()
     (folder / "latest").write_text("tag\n")
-    shapes = {"weight": torch.Size([2, 3])}
-    options = {"lr": 0.1, "params": [0]}
+    (options,) = torch.optim.AdamW([torch.zeros(1)], lr=0.1).state_dict()["param_groups"]
+    state = {"exp_avg": torch.ones(8), "exp_avg_sq": torch.arange(8.0), "step": torch.tensor(4.0)}
     rank = {
         "zero_stage": 1,
         "partition_count": [1],
         "single_partition_of_fp32_groups": [torch.arange(6.0)],
-        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(8), "count": 4}}, "param_groups": [options]},
+        "base_optimizer_state": {"state": {0: state}, "param_groups": [options]},
     }
-    model = {"module": {"weight": torch.zeros(2, 3)}, "param_shapes": [shapes], "shared_params": {}, "global_steps": 7}
-    torch.save(model, inside / "mp_rank_00_model_states.pt")
+    shapes, model = [{"weight": torch.Size([2, 3])}], {"weight": torch.zeros(2, 3)}
+    facts = {"module": model, "param_shapes": shapes, "shared_params": {}, "global_steps": 7}
+    torch.save(facts, inside / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": rank}, inside / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     return inside
 
 
-def test_a_folder_is_read_without_deepspeed(tmp_path: Path) -> None:
+def test_a_folder_is_read_without_deepspeed_and_training_goes_on_as_in_the_plain_loop(tmp_path: Path) -> None:
     forged(tmp_path)
-    found = reader()(tmp_path)
-    assert_same_bits(found["model"]["weight"], torch.arange(6.0).view(2, 3))
-    expected = {"exp_avg": torch.ones(2, 3), "count": torch.tensor(4)}
-    options = {"lr": 0.1, "params": [0], "param_names": ["weight"]}
-    assert_same_states(found["optimizer"], {"state": {0: expected}, "param_groups": [options]})
-    assert found["optimizer"]["param_groups"] == [options]
+    model, plain = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+    scope: dict[str, Any] = {"path": str(tmp_path), "stage": 2, "model": model, "ZeroOptimizer": ZeroOptimizer}
+    exec(block("Reading it"), scope)
+    exec(block("Training on"), scope)
+    optimizer = scope["optimizer"]
+    plain.weight.data.copy_(torch.arange(6.0).view(2, 3))
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    state = {"exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.arange(6.0).view(2, 3), "step": torch.tensor(4.0)}
+    reference.load_state_dict({**reference.state_dict(), "state": {0: state}})
+    for each, its in ((model, optimizer), (plain, reference)):
+        each(torch.ones(2, 3)).square().sum().backward()
+        its.step()
+    assert_same_bits(model.weight, plain.weight)
+    assert_same_states(optimizer.state_dict(), reference.state_dict())
 
 
 def test_what_cannot_be_read_is_refused_and_runs_no_code(tmp_path: Path) -> None:
@@ -248,7 +181,7 @@ def test_what_cannot_be_read_is_refused_and_runs_no_code(tmp_path: Path) -> None
     of_model, of_rank = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
     for name in (of_model, of_rank):
         kept = torch.load(inside / name, weights_only=True)
-        torch.save({**kept, "client": RunsCode(tmp_path / "ran")}, inside / name)
+        torch.save({**kept, "client": Payload(tmp_path / "ran")}, inside / name)
         with pytest.raises(ValueError, match=f"{name} is damaged, or holds objects that only unpickling makes, which"):
             reader()(tmp_path)
         assert not (tmp_path / "ran").exists()

@@ -1,35 +1,21 @@
-"""Many saves leave nothing, and the tests of checkpoints hold on every file system on which a save succeeds."""
+"""Many saves leave nothing."""
 
 from __future__ import annotations
 
 import gc
-import os
 import resource
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
-import pytest
 import torch
 
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 
-from ...checkpoint.file_systems import FILE_SYSTEMS, VARIABLE
 from ...checkpoint.saved import Training, entries
 from ...support.descriptors import opened
 from ...support.limits import PATIENT
-
-
-@pytest.mark.timeout(1500)
-@pytest.mark.parametrize(
-    "name", [name for name, system in FILE_SYSTEMS.items() if system.error is None and system.lacks]
-)
-def test_the_tests_of_checkpoints_hold_there(name: str) -> None:
-    command = [sys.executable, "-m", "tests.checkpoint.file_systems", name]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, VARIABLE: name})
-    assert done.returncode == 0, done.stdout
 
 
 def test_200_saves_leave_memory_descriptors_threads_and_the_folder_flat(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Samplers under the workers of a `DataLoader`."""
