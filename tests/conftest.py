@@ -132,12 +132,18 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copied_from_the_host() -> Iterator[None]:
-    """Take the host's memory for that of another device."""
-    from .support.offloaded import copied_from_the_host
+def copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `Offload("cpu")` make each copy in the block, as if parameters were on a device, and wait for none."""
+    import torch
 
-    with copied_from_the_host():
-        yield
+    from zero import setup
+    from zero.runtime.offload import HostOffload, OffloadedStates, backend_for
+
+    monkeypatch.setattr(setup, "backend_for", lambda of, at: HostOffload(at) if of.on_host else backend_for(of, at))
+    monkeypatch.setattr(
+        OffloadedStates, "_is_elsewhere", lambda self, _: isinstance(self._offload_backend, HostOffload)
+    )
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: None)
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@
 kills a random rank in the middle of random collectives of every algorithm, again and again. Each time it checks that
 every other rank raises, in time, one error that names the dead rank and the collective, and that nothing is left
 behind.
-
-Knows: how a group of processes is started and watched. Does not know: optimizers.
 """
 
 from __future__ import annotations
@@ -29,52 +27,34 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from collectives import (
-    AllToAll,
-    Collective,
-    CollectiveError,
-    Hierarchical,
-    Kind,
-    Pairwise,
-    Ring,
-    Tag,
-    Transport,
-    ring_broadcast,
-    shared,
-)
+import collectives
+from collectives import Collective, CollectiveError, Hierarchical, Kind, Pairwise, Tag, Transport
 from collectives.backends.gloo import connect
 from collectives.links.control_plane import MESH_RANKS
 
-from .processes import PATIENCE, Group
 from .support.carried import folded
+from .support.processes import PATIENCE, Group
 from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
 LABEL = "the sum that never ends"
 ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
-    "shared": shared,
+    "shared": collectives.shared,
     "pairwise": Pairwise,
-    "ring": Ring,
-    "all_to_all": AllToAll,
+    "ring": collectives.Ring,
+    "all_to_all": collectives.AllToAll,
     "fold": folded,
     "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
 }
 
 
 class End(Enum):
-    """How a rank ends."""
-
     KILLED, STOPPED, RAISED, LEFT = "killed", "stopped", "raised", "left"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A failure of one rank, the victim.
-
-    ``moment``: the number of the collective in which the victim ends itself; None if it is killed from outside, after
-    ``delay`` seconds. ``limit``: the group's time limit. ``stays``: the other ranks do not exit after they have
-    reported their errors.
-    """
+    """A failure of one rank, the victim."""
 
     algorithm: str
     collective: str
@@ -82,31 +62,19 @@ class Case:
     victim: int
     end: End = End.KILLED
     numel: int = 5000
-    moment: int | None = 3
-    delay: float = 0.0
-    limit: float = 60.0
-    stays: bool = False
-
-    @property
-    def stops_when_waited_for(self) -> bool:
-        """Whether the victim stops only when all other ranks have reached the collective.
-
-        Over gloo, a passed time limit closes the connections by which a rank would learn of a failure. A rank that is
-        one collective ahead would then name the rank for which it waits, although that one waits for the victim. So the
-        victim stops when no rank is ahead. With the other algorithms it stops when it has begun.
-        """
-        return self.end is End.STOPPED and self.algorithm == "pairwise"
+    moment: int | None = 3  # the number of the collective in which the victim ends itself; None: it is killed
+    delay: float = 0.0  # seconds before that
+    limit: float = 60.0  # of the group
+    stays: bool = False  # the other ranks do not exit after they have reported their errors
 
     @property
     def named(self) -> str:
-        """The pattern of the other ranks' errors: they name the victim and no other rank.
+        """The pattern of the other ranks' errors, which name the victim.
 
-        Two exceptions may name another rank: torch's own collectives do not say for which rank they waited; and if
-        ranks wait in a chain for one that stopped, gloo may close connections before the failure is passed on.
+        Torch's own collectives do not say for which rank they waited; and if ranks wait in a chain for one that
+        stopped, gloo may close connections before the failure is passed on.
         """
-        if self.algorithm == "all_to_all" or (
-            self.end is End.STOPPED and self.algorithm in ("fold", "hierarchical", "ring")
-        ):
+        if self.algorithm == "all_to_all" or (self.end is End.STOPPED and self.algorithm == "hierarchical"):
             return rf"no answer from rank \d+|rank \d+ failed.*in {LABEL}|in {LABEL}.*rank \d+ failed"
         return f"^rank \\d+, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
 
@@ -124,20 +92,20 @@ def by_tree(transport: Transport) -> Transport:
 
 def launch(collective: Collective, what: str, number: int, numel: int) -> Callable[[], Any]:
     """Launch a collective; return the function that completes it."""
-    t = collective.transport
+    t, kind = collective.transport, Kind[what.upper()]
+    tag = Tag(kind, LABEL, 0 if kind is Kind.MEET else number, number)
     bounds = [numel * rank // t.world_size for rank in range(t.world_size + 1)]
-    if what == "reduce_scatter":
+    if kind is Kind.REDUCE_SCATTER:
         source = t.scratch(numel, torch.float32, torch.device("cpu")).fill_(1.0)
         out = torch.empty(bounds[t.rank + 1] - bounds[t.rank])
-        tag = Tag(Kind.REDUCE_SCATTER, LABEL, number, number)
         return collective.reduce_scatter(source, bounds, out, start=None, tag=tag).wait
-    if what == "all_gather":
-        return collective.all_gather(torch.ones(numel), bounds, tag=Tag(Kind.ALL_GATHER, LABEL, number, number)).wait
-    if what == "broadcast":
-        return lambda: ring_broadcast(t, [torch.ones(numel)], Tag(Kind.BROADCAST, LABEL, number, number))
-    if what == "exchange":
-        return lambda: t.exchange(bytes(numel), Tag(Kind.EXCHANGE, LABEL, number, number))
-    return lambda: t.meet(Tag(Kind.MEET, LABEL, 0, number), lambda: None, lambda: bytes(numel))
+    if kind is Kind.ALL_GATHER:
+        return collective.all_gather(torch.ones(numel), bounds, tag=tag).wait
+    if kind is Kind.BROADCAST:
+        return lambda: collectives.ring_broadcast(t, [torch.ones(numel)], tag)
+    if kind is Kind.EXCHANGE:
+        return lambda: t.exchange(bytes(numel), tag)
+    return lambda: t.meet(tag, lambda: None, lambda: bytes(numel))
 
 
 def end_self(end: End) -> None:
@@ -160,20 +128,10 @@ def named_files() -> list[str]:
 
 
 def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
-    """The program of one rank's process."""
     before = named_files()
     store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
-
-    def meet(moment: str, waits: bool = True) -> None:
-        store.set(f"{moment} {rank}", "")
-        if waits:
-            store.wait([f"{moment} {other}" for other in range(case.world_size)])
-
-    def end() -> None:
-        pipe.send(time.monotonic())
-        end_self(case.end)
-
-    meet("has imported all")
+    store.set(f"has imported all {rank}", "")
+    store.wait([f"has imported all {other}" for other in range(case.world_size)])
     limit = timedelta(seconds=case.limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
     collective = ALGORITHMS[case.algorithm](connect())
@@ -184,15 +142,11 @@ def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
     number, error = 0, ""
     while not error:
         number += 1
-        is_end = number == case.moment
         try:
-            if is_end and case.stops_when_waited_for:
-                meet("is here", waits=rank == case.victim)
-            if is_end and case.stops_when_waited_for and rank == case.victim:
-                end()
             wait = launch(collective, case.collective, number, case.numel)
-            if is_end and not case.stops_when_waited_for and rank == case.victim:
-                end()
+            if number == case.moment and rank == case.victim:
+                pipe.send(time.monotonic())
+                end_self(case.end)
             wait()
         except CollectiveError as raised:
             error = str(raised)
@@ -206,7 +160,6 @@ def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
 
 
 def run(case: Case) -> None:
-    """Run a case; raise `AssertionError` if anything differs from the promise."""
     group = Group(rank_of, case.world_size, case)
     victim = group.processes[case.victim]
     try:
@@ -239,7 +192,6 @@ def run(case: Case) -> None:
 
 
 def drawn(seed: int, ranks: int | None = None) -> Case:
-    """Return a random case. ``ranks``: the number of ranks; None: 2 to 4."""
     source = random.Random(seed)
     world_size = source.randint(2, 4) if ranks is None else ranks
     algorithm = source.choice(sorted(ALGORITHMS))

@@ -5,10 +5,7 @@
 draws stages, ranks, threads or processes, a rank and a moment, and what this rank does there: it runs units in another
 order, or another unit, raises, runs out of memory, is lost, or ends. Every other rank must raise within the sentinels'
 limit and `SOON`. Then come ranks that are late by three limits, or whose thread holds the interpreter for 12 seconds:
-nothing may be raised, and the weights are those of a training without delay. Collectives run on a stream of each rank
-(`support.streamed`), as on a GPU.
-
-Knows: trainings of a few blocks. Does not know: how a divergence is found.
+nothing may be raised, and the weights are those of a training without delay.
 """
 
 from __future__ import annotations
@@ -36,9 +33,9 @@ from collectives import CollectiveError, Transport
 from collectives.launches.sentinel import SENTINEL
 from zero import ZeroOptimizer
 
-from .processes import PATIENCE, Group
 from .support.models import seeded
-from .support.streamed import StoreMail, StreamedGloo, StreamedLoopback
+from .support.processes import PATIENCE, Group
+from .support.streamed import Mail, StreamedGloo, StreamedLoopback
 
 SOON = 2.0  # seconds beyond the limit in which every rank raises
 STEPS, WIDTH, BLOCKS = 4, 8, 4
@@ -52,28 +49,22 @@ class Lost(BaseException):
 
 @dataclass(frozen=True)
 class Case:
-    """A training in which rank ``victim`` does something else in a step, before block ``block`` of its forward.
+    """A training in which rank ``victim`` does something else in a step, before block ``block`` of its forward."""
 
-    ``what``: one of `DIVERGENCES`, one of `LATE`, "stops", or nothing. ``processes``: ranks are processes, else
-    threads. ``rounds``: backwards of a step. ``limit``: of the sentinels, in seconds.
-    """
-
-    what: str
+    what: str  # one of `DIVERGENCES`, one of `LATE`, "stops", or nothing
     stage: int
     ranks: int
     victim: int
     step: int
     block: int
-    rounds: int = 1
+    rounds: int = 1  # backwards of a step
     clips: bool = True
-    processes: bool = False
-    limit: float = 0.5
+    processes: bool = False  # else threads
+    limit: float = 0.5  # of the sentinels, in seconds
     patience: float = PATIENCE  # of the group, in seconds
 
 
 class Model(nn.Module):
-    """Blocks, which run in an order that the caller chooses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
@@ -105,7 +96,6 @@ def order_of(case: Case, diverges: bool) -> list[int]:
 
 
 def end(case: Case, transport: Transport) -> None:
-    """Do what the victim does in the middle of a forward."""
     match case.what:
         case "raise":
             transport.abort(f"{transport.rank_label}: KeyError in the step of the library")
@@ -164,11 +154,7 @@ def train(case: Case, transport: Transport, diverging: Callable[[], None]) -> Se
         return Seen(f"{type(error).__name__}: {error}", time.monotonic())
 
 
-# -- threads -----------------------------------------------------------------------------------------------------------
-
-
 def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
-    """Return when the ranks parted, and what each saw; None of one that was lost."""
     loopback: StreamedLoopback[Any] = StreamedLoopback(case.ranks, limit=case.limit, timeout=case.patience)
     parted = list[float]()
 
@@ -182,21 +168,15 @@ def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
             return None
 
     found = loopback.run(program)
-    for backend in loopback.backends:
-        backend.end()
     return (parted or [time.monotonic()])[0], found
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
 def serve(rank: int, pipe: Any, port: int, case: Case) -> None:
-    """The program of a process: a rank of one case."""
     logging.getLogger("collectives").setLevel(logging.CRITICAL)
     store, limit = dist.TCPStore("127.0.0.1", port, None, False), timedelta(seconds=case.patience)
     own = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=own, rank=rank, world_size=case.ranks, timeout=limit)
-    mail = StoreMail(dist.TCPStore("127.0.0.1", port, None, False))
+    mail = Mail(dist.TCPStore("127.0.0.1", port, None, False))
     transport = Transport(StreamedGloo(dist.group.WORLD, case.patience, mail, case.limit))
     try:
         pipe.send(train(case, transport, lambda: pipe.send(time.monotonic())))
@@ -206,7 +186,6 @@ def serve(rank: int, pipe: Any, port: int, case: Case) -> None:
 
 
 def on_processes(case: Case) -> tuple[float, list[Seen | None]]:
-    """Do as `on_threads`."""
     group = Group(serve, case.ranks, case)
     parted, found = time.monotonic(), list[Seen | None]([None] * case.ranks)
     try:
@@ -225,33 +204,29 @@ def on_processes(case: Case) -> tuple[float, list[Seen | None]]:
     return parted, found
 
 
-# -- what must be seen -------------------------------------------------------------------------------------------------
+def ran(case: Case) -> tuple[float, list[Seen | None]]:
+    """Return when the ranks parted, and what each saw; None of one that was lost."""
+    return on_processes(case) if case.processes else on_threads(case)
 
 
-def run(case: Case) -> tuple[float, str]:
-    """Run a case. Return the seconds until the last rank raised, and the errors' words of one rank; raise
-    `AssertionError` if a rank that must raise has not, or not in time, or names nobody."""
-    parted, found = (on_processes if case.processes else on_threads)(case)
-    longest, words = 0.0, ""
+def run(case: Case) -> float:
+    """Return the seconds until the last rank raised. Each must in time, and name the victim."""
+    parted, found = ran(case)
+    limit, longest = (case.patience if case.what == "stops" else case.limit) + SOON, 0.0
     for rank, seen in enumerate(found):
-        if rank == case.victim and case.what not in ("order", "unit"):
-            continue
-        assert seen is not None, f"{case}: rank {rank} ended"
-        assert seen.error, f"{case}: rank {rank} raised nothing"
-        longest, words = max(longest, seen.at - parted), seen.error
-        assert seen.at - parted < (case.patience if case.what == "stops" else case.limit) + SOON, (
-            f"{case}: rank {rank} needed {seen.at - parted:.1f} s: {seen.error}"
-        )
-        assert f"rank {case.victim}" in seen.error, f"{case}: rank {rank}: {seen.error}"
-    return longest, words
+        if rank != case.victim or case.what in ("order", "unit"):
+            assert seen is not None, f"{case}: rank {rank} ended"
+            assert f"rank {case.victim}" in seen.error, f"{case}: rank {rank}: {seen.error}"
+            longest = max(longest, seen.at - parted)
+            assert longest < limit, f"{case}: rank {rank} needed {longest:.1f} s: {seen.error}"
+    return longest
 
 
 def run_late(case: Case) -> None:
-    """Run a case with a late rank, and without; raise `AssertionError` if any rank raises or has other weights."""
+    """Run a case with a late rank, and without: no rank raises, and all have the same weights."""
     digests = set()
     for each in (case, replace(case, what="", processes=False)):
-        _, found = (on_processes if each.processes else on_threads)(each)
-        for rank, seen in enumerate(found):
+        for rank, seen in enumerate(ran(each)[1]):
             assert seen is not None, f"{each}: rank {rank} ended"
             assert not seen.error, f"{each}: rank {rank}: {seen.error}"
             digests.add(seen.digest)
@@ -283,7 +258,7 @@ def main(divergences: int = 60, late: int = 6, limit: float = 0.5) -> None:
     begin, longest, kinds = time.monotonic(), 0.0, Counter[str]()
     for seed in range(divergences):
         case = drawn(seed, limit)
-        longest = max(longest, run(case)[0])
+        longest = max(longest, run(case))
         kinds[f"{case.what} ({'processes' if case.processes else 'threads'})"] += 1
         print(f"\r{seed + 1} of {divergences} divergences", end="", flush=True)
     print(f" in {time.monotonic() - begin:.0f} s; named on every rank after {longest:.1f} s at most; limit {limit} s")

@@ -1,13 +1,12 @@
 """`python -m tests.matrix [sharing] [uneven] [STAGE ...]`: check that `zero train` always produces the same hash.
 
-The runs cover every stage, number of ranks, bucket size and launcher; ranks that no launcher starts are forked from a
-process that has imported torch, with the environment of torchrun. With `sharing`, they cover every sharding factor,
-every value of ``reshard_after_forward``, and offload to disk; with `uneven`, numbers of ranks that do not divide the
-micro-batches, and collectives.
+The runs cover every stage, number of ranks, bucket size and launcher; with `sharing`, every sharding factor, every
+value of ``reshard_after_forward``, and offload to disk; with `uneven`, numbers of ranks that do not divide the
+micro-batches, and collectives. Ranks that no launcher starts are forked, with the environment of torchrun.
 
-Each line is a run of the command in processes of its own. It is compared with the SHA-256 of a plain single-process
-loop that imports the model of `zero train`, `zero.clip_grad_norm_` and `zero.MicroBatchSampler`, and nothing else of
-the library. The plain loops come first. The exit code is 1 if a hash differs, or if bytes differ from the formulas.
+Each line is a run of the command in processes of its own. The plain loops, which use of the library only the model of
+`zero train`, `zero.clip_grad_norm_` and `zero.MicroBatchSampler`, come first. The exit code is 1 if a hash differs, or
+if bytes differ from the formulas.
 """
 
 from __future__ import annotations
@@ -28,9 +27,8 @@ import torch
 from zero.commands.cli import main as command_line
 from zero.commands.train.command import parameters_sha256
 
-from .processes import Group
 from .support.example import plain_example
-from .support.ports import reserved_port
+from .support.processes import Group, reserved_port
 from .support.processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, WIDTH, LAYERS = 20, 12, 2, 64, 2
@@ -48,8 +46,6 @@ COMMON = [f"--{name}={size}" for name, size in SIZES.items()]
 
 @dataclass(frozen=True)
 class Variant:
-    """Optimizer arguments that both loops change alike."""
-
     name: str
     flags: tuple[str, ...] = ()
     clip: float = 1.0
@@ -65,7 +61,6 @@ VARIANTS = (
 
 
 def plain_loop(variant: Variant) -> str:
-    """Return the hash of the plain loop."""
     sizes: dict[str, Any] = {"width": WIDTH, "layers": LAYERS, "clip": variant.clip, "precision": variant.precision}
     return parameters_sha256(plain_example(TEXT, STEPS, MICRO_BATCHES, BATCH, **sizes))
 
@@ -80,7 +75,6 @@ class Run:
     sharing: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
-        """Run the command once, and return its record."""
         flags = [f"--stage={self.stage}", f"--bucket-cap-mb={self.cap}", *self.variant.flags, *self.sharing]
         with tempfile.TemporaryDirectory() as out:
             arguments = [*COMMON, *flags, f"--ranks={self.ranks}", f"--out={out}"]
@@ -151,7 +145,6 @@ def all_uneven(stages: list[int]) -> list[Run]:
 
 
 def main() -> int:
-    """Execute all runs, and print a line for each."""
     spare_matrix_unit()
     kinds = {"sharing": all_sharings, "uneven": all_uneven}
     chosen = [kinds[text] for text in sys.argv[1:] if text in kinds] or [all_shared]

@@ -22,41 +22,21 @@ from zero.state.describe import Description
 BLOCKS, STEPS = 12, 2
 
 
-class Tower(nn.Module):
-    """An embedding, equal residual blocks of 8 * width squared parameters and a few more, and a head."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(BLOCKS)
-        )
-        self.head = nn.Linear(width, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def tower(width: int) -> nn.Module:
+    """Return an embedding, equal blocks of 8 * width squared parameters and a few more, and a head."""
+    blocks = (nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(BLOCKS))
+    return nn.Sequential(nn.Embedding(64, width), *blocks, nn.Linear(width, 64))
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """The memory of one rank, in bytes.
+    """The memory of one rank, in bytes."""
 
-    ``between``: by kind, between two steps. ``gathered``, ``scratch``: the most at any event. ``above``: the most at
-    any event, without shards, sums and states, and without the plain model's memory at the same event. ``unit``,
-    ``root``, ``whole``: the sizes of a block's unit, of the root unit and of the model. ``bucket``: of the largest one.
-    """
-
-    between: dict[str, int]
-    gathered: int
-    scratch: int
-    above: int
-    unit: int
-    root: int
-    whole: int
-    bucket: int
+    between: dict[str, int]  # by kind, between two steps
+    scratch: int  # the most at any event
+    above: int  # likewise, without shards, sums, states, and the plain model's memory at the same event
+    whole: int  # the size of the model
+    bucket: int  # that of the largest bucket
 
 
 def _watch(model: nn.Module, event: Callable[[], None]) -> None:
@@ -79,7 +59,7 @@ def _loss(model: nn.Module) -> Tensor:
 
 def _plain(width: int) -> list[int]:
     """Return the memory that a plain model holds at each event, without parameters and gradients."""
-    model, held = Tower(width), []
+    model, held = tower(width), []
 
     def event() -> None:
         own = [p.untyped_storage().data_ptr() for p in model.parameters()]
@@ -102,15 +82,13 @@ def _kinds(description: Description) -> dict[str, int]:
     return sizes
 
 
-def measure(
-    group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100, collective: str = "auto"
-) -> Peaks:
+def measure(group: dist.ProcessGroup, rank: int, width: int, stage: int, cap_mb: float) -> Peaks:
     """Return one rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
     gc.freeze()  # existing objects need no scan at every event
-    model = Tower(width)
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)
+    model = tower(width)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb)
     seen: list[dict[str, int]] = []
     for step in range(STEPS):
         if step == STEPS - 1:
@@ -128,19 +106,6 @@ def measure(
         sum(size for kind, size in kinds.items() if kind not in kept) - plain
         for kinds, plain in zip(seen, expected, strict=True)
     )
-    layout = optimizer._storage.layout
-    sizes = [0] * (BLOCKS + 1)
-    for bucket in layout.buckets:
-        for unit, first, last in layout.unit_spans(bucket):
-            sizes[unit] += 4 * bucket.part(first, last).numel
+    sizes = [4 * bucket.bounds[-1] for bucket in optimizer.describe().buckets]
     optimizer.close()
-    return Peaks(
-        between,
-        max(kinds["gathered"] for kinds in seen),
-        max(kinds["scratch"] for kinds in seen),
-        above,
-        sizes[1],
-        sizes[0],
-        sum(sizes),
-        max(4 * bucket.numel for bucket in layout.buckets),
-    )
+    return Peaks(between, max(kinds["scratch"] for kinds in seen), above, sum(sizes), max(sizes))

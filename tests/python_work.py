@@ -10,11 +10,8 @@ On GPUs the host's Python decides the time of a small step. Counts depend on no 
       8          1            4                8         8           32
 
 A rank is a thread over `Loopback`. The last one's thread is counted, and every thread that is no rank's; waits inside
-`Loopback` are not. Headers and meetings of several ranks are sent, but no values: `_Known` needs none. The counts are
-exact. `sys.settrace` reports the bytecodes that were compiled, also where the interpreter has specialised them. What
-else could change a count does not occur: garbage collections, first steps, other weights (the norm of a gradient takes
-more passes for some values), saved tensors with memory (whether they lie in a gathered unit is found in fewer bytecodes
-if their address is below all units; so the output that a unit saves beside its parameters has no elements).
+`Loopback` are not. Headers and meetings are sent, but no values: `_Known` needs none. The counts are exact: nothing
+that could change one occurs, such as garbage collections, first steps, other weights, or saved tensors with memory.
 
 Tests count in a process of their own, since what a session has imported changes what a step calls.
 
@@ -145,7 +142,6 @@ def _optimizer(model: nn.Module, shape: Shape, stage: int | None, transport: Tra
 
 
 def _counts(world: int, stage: int | None, shape: Shape) -> list[int]:
-    """Count a step of the last rank, by kind."""
     counter = _Counter()
 
     def train(transport: Transport) -> None:
@@ -165,16 +161,9 @@ def _counts(world: int, stage: int | None, shape: Shape) -> list[int]:
         if is_last:
             counter.counting = False
 
-    before = threading.gettrace(), threading.getprofile()
     threading.settrace(counter.called)
     threading.setprofile(counter.profiled)
-    gc.disable()
-    try:
-        Loopback[None](world).run(train)
-    finally:
-        gc.enable()
-        threading.settrace(before[0])
-        threading.setprofile(before[1])
+    Loopback[None](world).run(train)
     return counter.counts
 
 
@@ -211,10 +200,10 @@ def excess(figures: Sequence[Sequence[float]], found: Sequence[Sequence[float]])
 
 
 def main(words: Sequence[str]) -> None:
-    """Print rows of the table, all by default."""
     from benchmarks.gpu_short.peers import device_paths
 
     torch.set_num_threads(1)
+    gc.disable()
     rows = [word.split(",") for word in words if "," in word] or [(w, s) for w in (1, 8) for s in range(4)]
     with device_paths() if "--devices" in words else nullcontext():
         found = [slopes(int(world), int(stage)) for world, stage in rows]

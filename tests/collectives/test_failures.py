@@ -1,6 +1,6 @@
 """A rank that disagrees, aborts or fails at any step is named by all at once, and no rank waits for a lost send.
 
-Each send, receive and wait of a rank is a step at which it may fail. Ranks are threads; `test_deaths` has processes.
+Each send, receive and wait of a rank is a step at which it may fail.
 
 If a receiver is killed before it has received, gloo may drop the send without an error, and the wait lasts until the
 time limit, half an hour by default. A receive from a rank that is gone does report an error. So a rank waits for a send
@@ -15,7 +15,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -43,20 +43,105 @@ from collectives import (
     transport,
 )
 from collectives.backend import Pending
-from collectives.backends.threads import ThreadBackend, _World
-from collectives.links import messenger
+from collectives.backends.threads import Interference, ThreadBackend, _Transfer, _World
+from collectives.links import control_plane, messenger
 from collectives.links.control_plane import MESH_RANKS
 from collectives.links.messenger import SMALL
 from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
-from ..kills import LABEL, by_tree, halves, launch
+from ..kills import LABEL, Case, by_tree, halves, launch, run
 from ..support.carried import FEWER, FP32, FP64, each, folded, hosts_of, jitter
-from ..support.late import LateLoopback
+from ..support.late import LateLoopback, Threads
 from ..support.limits import PATIENT, at_once
 from ..support.programs import Program, compare, run_rank
 from ..support.rows import only, rows
-from .clock import Clocked
+
+T = TypeVar("T")
+
+
+class _Clock(threading.Condition):
+    """A condition that all ranks share, and the time, which moves only while all wait: a time limit takes no time.
+
+    rank 0   runs . waits until 60 ......
+    rank 1   runs ....... waits until 30      all ranks wait: the clock goes to 30, and the wait of rank 1 ends
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.now, self.ranks = 0.0, ranks
+        self._until: dict[int, float] = {}  # thread -> when its wait ends
+
+    def notify_all(self) -> None:
+        self._until.clear()
+        super().notify_all()
+
+    def pause(self, moment: float) -> None:
+        """Wait for a change, or for the moment. The caller holds the lock."""
+        self._until[threading.get_ident()] = moment
+        if len(self._until) < self.ranks:
+            self.wait()
+            return
+        self.now = min(self._until.values())
+        self.notify_all()
+
+
+class _ClockedWorld(_World):
+    def __init__(self, ranks: int, interfere: Interference | None) -> None:
+        super().__init__(interfere)
+        self.clock = self._changed = _Clock(ranks)
+
+    def complete(self, transfer: _Transfer, peer: int, key: tuple[int, int, int], timeout: float) -> None:
+        clock = self.clock
+        with clock:
+            limit = clock.now + timeout
+            while not transfer.done and (transfer.source is None or transfer.target is None):
+                if key in self._closed_slots or peer in self._gone:
+                    break
+                if clock.now >= limit:
+                    raise PeerError(f"time limit of {timeout} s passed")
+                clock.pause(limit)
+            super().complete(transfer, peer, key, timeout)
+
+
+class Clocked(Loopback[T]):
+    """A group of threads whose time limits are those of a virtual clock, `now`, by which the library measures, too."""
+
+    def __init__(self, world_size: int, *, timeout: float = 60.0, interfere: Interference | None = None) -> None:
+        super().__init__(world_size)
+        world = self._world = self._clocked = _ClockedWorld(world_size, interfere)
+        self.transports = [Transport(ThreadBackend(world, rank, world_size, timeout)) for rank in range(world_size)]
+
+    @property
+    def now(self) -> float:
+        return self._clocked.clock.now
+
+    def sleep(self, seconds: float) -> None:
+        """Let this rank do nothing for some seconds."""
+        clock = self._clocked.clock
+        with clock:
+            end = clock.now + seconds
+            while clock.now < end:
+                clock.pause(end)
+
+    def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
+        def until_the_end(transport: Transport) -> T:
+            clock = self._clocked.clock
+            try:
+                return program(transport)
+            except BaseException as error:  # before the clock may move on
+                self._clocked.mark_gone(transport.rank, f"{type(error).__name__}: {error}")
+                raise
+            finally:
+                with clock:
+                    clock.ranks -= 1
+                    clock.notify_all()
+
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (control_plane, messenger):
+                patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+            return super().run(until_the_end, ranks)
+
 
 PART = 1 << 13  # the least elements of a part here, so that large messages are sent in several
 NUMELS = [0, 12, messenger.SMALL, 4 * messenger.SMALL + 4]  # some slices are empty, small, large and acknowledged
@@ -81,11 +166,7 @@ def _small_parts() -> Iterator[None]:
         yield
 
 
-# -- ranks that disagree -----------------------------------------------------------------------------------------------
-
-
 def enter(collective: Collective, tag: Tag, bounds: Sequence[int] = (0, 2, 4), dtype: torch.dtype = FP32) -> None:
-    """Enter the collective of a tag, and wait for it."""
     t, whole = collective.transport, torch.ones(bounds[-1], dtype=dtype)
     if tag.kind is Kind.EXCHANGE:
         t.exchange(b"", tag)
@@ -118,7 +199,6 @@ OF_A_BACKEND = ("all_to_all", "native")
 
 @pytest.mark.parametrize("name", rows(["pairwise", "ring", "shared", "hierarchical", "native"], ["all_to_all"]))
 def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
-    """Before a byte of a collective of the backend moves, which would mix them."""
     build: Algorithm = collectives.ALGORITHMS[name] if name in OF_A_BACKEND else ALGORITHMS[name]
     for difference, (tag, *more) in (OTHERS | MIXED if name in OF_A_BACKEND else OTHERS).items():
         first, second, *dtype = more or [(0, 2, 4)] * 2
@@ -135,8 +215,6 @@ def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
                 assert ("(8 and 12 bytes)", "(12 and 8 bytes)")[rank] in str(error)
 
 
-# -- a rank that gives up ----------------------------------------------------------------------------------------------
-
 WAITS: dict[str, Callable[[Transport], Any]] = {
     "reduce_scatter": lambda t: enter(Shared(t), FIRST, range(0, 2 * t.world_size + 1, 2)),
     "exchange": lambda t: t.exchange(b"", Tag(Kind.EXCHANGE, "step()")),
@@ -148,7 +226,6 @@ WAITS: dict[str, Callable[[Transport], Any]] = {
 @pytest.mark.law("errors")
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_abort_reaches_every_peer_with_its_reason(wait: str) -> None:
-    """Of any length and script. Every later call names it, too."""
     for world_size, reason in ((2, "a" + "é" * 5000), (4, "the disk is full")):
 
         def program(transport: Transport, reason: str = reason) -> None:
@@ -225,6 +302,10 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
         assert "the disk is full" in error or "ZeroDivisionError" in error
 
 
+def test_every_other_process_names_the_one_that_is_gone_and_the_collective() -> None:
+    run(Case("pairwise", "all_gather", 3, 2))
+
+
 class HearingWorld(_World):
     """Mailboxes that number sends and receives in the order in which the threads post them."""
 
@@ -272,24 +353,15 @@ class HearingBackend(ThreadBackend):
         return SimpleNamespace(wait=wait)
 
 
-class HearingLoopback(Loopback[None]):
-    """A group of threads with `HearingBackend`."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        world = self._world = HearingWorld()  # the transports of `Loopback` already listen in the world that it made
-        self.transports = [Transport(HearingBackend(world, rank, world_size)) for rank in range(world_size)]
+def on_hearing_threads(world_size: int, program: Callable[[Transport], None]) -> None:
+    Threads[None](world_size, lambda world, rank: HearingBackend(world, rank, world_size), HearingWorld()).run(program)
 
 
 @pytest.mark.parametrize(
     "row",
     only(
         [row for row in ROWS if not row.startswith("shared")],
-        "pairwise exchange",
-        "pairwise meet",
-        "ring reduce_scatter",
-        "hierarchical all_gather",
-        "tree meet",
+        *("pairwise exchange", "pairwise meet", "ring reduce_scatter", "hierarchical all_gather", "tree meet"),
     ),
 )
 def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -> None:
@@ -301,14 +373,13 @@ def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -
             launch(collective, what, number, numel)()
 
     for world_size in (2, 3, 4, 7)[algorithm == "tree" :]:
-        HearingLoopback(world_size).run(program)
+        on_hearing_threads(world_size, program)
 
 
 @pytest.mark.parametrize("most_deferred", [0, 1])
 def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
     most_deferred: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When states are gathered, and when a sum goes through replicas."""
     monkeypatch.setattr(messenger, "MOST_DEFERRED", most_deferred)
 
     def program(transport: Transport) -> None:
@@ -319,13 +390,12 @@ def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
             tag, out = Tag(Kind.REDUCE_SCATTER, "bucket 0", number), torch.empty(numel)
             replicated.reduce_scatter(torch.ones(numel), [0, numel], out, start=None, tag=tag).wait()
 
-    HearingLoopback(4).run(program)
+    on_hearing_threads(4, program)
 
 
 @pytest.mark.parametrize("algorithm", rows(["pairwise"], ["ring", "hierarchical"]))
 def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a backward at stage 3 the next unit's gather is launched before the reductions of this unit, and waited for
-    after them: also where all messages are large, and so acknowledged. Units have several buckets."""
+    """At stage 3 the next unit's gather is launched before this unit's reductions, and waited for after them."""
     program: Any = Program(2, 3, collective=ALGORITHMS[algorithm])  # type: ignore[arg-type]
     for small in (0, messenger.SMALL):
         monkeypatch.setattr(messenger, "SMALL", small)
@@ -333,8 +403,6 @@ def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monk
         if algorithm != "ring":
             compare(program, found)
 
-
-# -- a tree of hosts ---------------------------------------------------------------------------------------------------
 
 TELLING = Tag(Kind.EXCHANGE, "telling")
 LIMIT = 100.0  # virtual seconds
@@ -344,7 +412,6 @@ THREE_HOSTS = [[0, 1, 2], [3, 4], [5], [6]]
 @given(data=st.data())
 @FEWER
 def test_every_rank_has_every_message(data: st.DataObject) -> None:
-    """Short ones, long ones, and those that are too long together."""
     world_size = data.draw(st.integers(2, 7))
     hosts = data.draw(hosts_of(world_size))
     lengths = st.sampled_from([0, 1, 300, SMALL // 2, SMALL, SMALL + 1, 3 * SMALL])
@@ -371,8 +438,7 @@ def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
 
 @pytest.mark.parametrize("late", [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}], ids=str)
 def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, float]) -> None:
-    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so. The first
-    of a host comes within the limit after the others."""
+    """Each within the time limit after the one before, and together far beyond it: a rank that waits says so."""
     group = Clocked[list[bytes]](7, timeout=LIMIT)
 
     def program(transport: Transport) -> list[bytes]:
@@ -386,8 +452,7 @@ def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, fl
 
 @pytest.mark.parametrize("row", [*((silent, None) for silent in range(7)), (5, 0), (5, 3)], ids=str)
 def test_a_rank_that_is_silent_is_named_by_all(row: tuple[int, int | None]) -> None:
-    """A rank that hears from nobody else raises after its own patience; the others as soon as a first one raises. A
-    rank that came late is not taken for the silent one."""
+    """A rank that came late is not taken for the silent one."""
     silent, late = row
     hosts = THREE_HOSTS if late is None else [[0, 1, 2], [3, 4, 5, 6]]
     group = Clocked[None](7, timeout=LIMIT)

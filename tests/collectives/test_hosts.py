@@ -17,17 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import BucketQueue, Choice, Collective, CollectiveError, Fold, Pairwise, Transport, Work, on_threads
+from collectives import BucketQueue, Collective, CollectiveError, Transport, Work, on_threads
 from collectives.algorithms import plans
 from collectives.algorithms.plans import Hosts, Plan
 from collectives.backends import gloo as gloo_backend
 from collectives.backends.gloo import GlooBackend
-from collectives.topology import _fold_by_nccl, _replicas_by_nccl
+from collectives.topology import _replicas_by_nccl
 from zero import ZeroOptimizer
 from zero.core.stage import FOLDS_IN_FLIGHT
 
-from ..support.carried import BF16, CPU, FP32, assert_same_bits, awkward, equal_hosts, plain_sum, reduction
-from ..support.late import LateLoopback, on_late_threads
+from ..support.carried import BF16, FP32, assert_same_bits, awkward, equal_hosts, folded, plain_sum, reduction
+from ..support.late import LateLoopback, folded_by_groups, on_late_threads
 from ..support.limits import BOUND, at_once
 from ..support.models import seeded
 from ..support.narrowed import PRECISIONS
@@ -36,19 +36,11 @@ from ..support.rows import only, rows
 BUCKETS, BACKWARDS = 3, 3
 
 
-def by_messages(transport: Transport, hosts: int = 2) -> Collective:
-    return Fold(transport, equal_hosts(transport, hosts), Pairwise(transport))
+def by_replicas(transport: Transport, replicas: int = 2) -> Collective:
+    return _replicas_by_nccl(transport, equal_hosts(transport, replicas)).collective
 
 
-def by_groups(transport: Transport, hosts: int = 2) -> Collective:
-    return _fold_by_nccl(transport, equal_hosts(transport, hosts), CPU)
-
-
-def by_replicas(transport: Transport, replicas: int = 2) -> Choice:
-    return _replicas_by_nccl(transport, equal_hosts(transport, replicas))
-
-
-WAYS: dict[str, Callable[..., Any]] = {"messages": by_messages, "groups": by_groups, "replicas": by_replicas}
+WAYS: dict[str, Callable[..., Any]] = {"messages": folded, "groups": folded_by_groups, "replicas": by_replicas}
 SUMS: dict[str, tuple[int, Sequence[int], torch.dtype]] = {  # hosts or replicas, bounds, dtype of contributions
     "2 hosts of 3": (2, range(0, 97, 16), BF16),
     "4 hosts of 2": (4, range(0, 129, 16), FP32),
@@ -73,8 +65,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("name", "way"), only(ROWS, *FIRST))
 def test_owners_have_the_sums_in_rank_order_for_the_bytes_of_the_formula(name: str, way: str) -> None:
-    """Three backwards, each onto the sums so far, and several buckets under way. What a rank contributes is written
-    over after the launch, and with groups what it has summed, too. Then whole buckets are gathered."""
+    """Three backwards, each onto the sums so far. What a rank contributes is written over after the launch."""
     parts, bounds, travel = SUMS[name]
     shards, numel = len(bounds) - 1, bounds[-1]
     world_size = shards * parts if way == "replicas" else shards
@@ -84,8 +75,7 @@ def test_owners_have_the_sums_in_rank_order_for_the_bytes_of_the_formula(name: s
         return awkward(numel, travel, 1000 * backward + 100 * rank + bucket)
 
     def program(transport: Transport) -> tuple[list[list[Tensor]], list[Tensor], list[int]]:
-        made: Any = WAYS[way](transport, parts)
-        collective: Collective = made.collective if way == "replicas" else made
+        collective: Collective = WAYS[way](transport, parts)
         low, high = bounds[transport.rank % shards], bounds[transport.rank % shards + 1]
         sums, found, sent = list[Tensor](), list[list[Tensor]](), list[int]()
         for backward in range(BACKWARDS):
@@ -100,10 +90,8 @@ def test_owners_have_the_sums_in_rank_order_for_the_bytes_of_the_formula(name: s
                     tensor.fill_(77.0)
                 return work
 
-            queue, before = (
-                BucketQueue(launch, FOLDS_IN_FLIGHT if copied else 1, 0 if copied else 100),
-                transport.traffic,
-            )
+            before = transport.traffic
+            queue = BucketQueue(launch, FOLDS_IN_FLIGHT if copied else 1, 0 if copied else 100)
             queue.begin_round(range(BUCKETS))
             queue.finish()
             found.append([each.clone() for each in sums])
@@ -142,7 +130,7 @@ def test_owners_have_the_sums_in_rank_order_for_the_bytes_of_the_formula(name: s
 def test_ranks_of_which_one_has_a_sum_so_far_are_told() -> None:
     def program(transport: Transport) -> None:
         start = torch.zeros(16) if transport.rank == 1 else None
-        collective, source, out = by_messages(transport), torch.ones(64), torch.empty(16)
+        collective, source, out = folded(transport), torch.ones(64), torch.empty(16)
         with pytest.raises(CollectiveError, match="bucket 0"):
             collective.reduce_scatter(source, range(0, 65, 16), out, start=start, tag=reduction()).wait()
 
@@ -151,10 +139,8 @@ def test_ranks_of_which_one_has_a_sum_so_far_are_told() -> None:
 
 
 def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed() -> None:
-    """Both replicas announced the round together, with the same first bucket."""
-
     def program(transport: Transport) -> str:
-        collective = by_replicas(transport).collective
+        collective = by_replicas(transport)
         for bucket in (0, 7 if transport.rank >= 2 else 3):
             tag = reduction(f"bucket {bucket}", 1, bucket)
             work = collective.reduce_scatter(torch.ones(8), [0, 4, 8], torch.empty(4), start=None, tag=tag)
@@ -174,7 +160,7 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed() -> No
 def test_what_is_described_is_what_is_sent_and_bounds_the_buckets_under_way(stage: int, precision: str) -> None:
     def program(transport: Transport) -> tuple[Any, int]:
         model = seeded(0, lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))))
-        arguments: dict[str, Any] = {"collective": by_groups, "mixed_precision": PRECISIONS.get(precision)}
+        arguments: dict[str, Any] = {"collective": folded_by_groups, "mixed_precision": PRECISIONS.get(precision)}
         optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.015, **arguments)
         for _ in range(2):
             before = optimizer.traffic
@@ -191,14 +177,8 @@ def test_what_is_described_is_what_is_sent_and_bounds_the_buckets_under_way(stag
         assert 0 < description.bytes["scratch_peak"] <= description.formula_bytes["scratch_peak"]
 
 
-# -- plans -------------------------------------------------------------------------------------------------------------
-
-
 def crossed(plan: Plan, hosts: Hosts, started: bool, travel: int, accumulate: int) -> int:
-    """Return the bytes of an element between hosts.
-
-    They are those of the running sum, and of the contributions that are sent to where they are added.
-    """
+    """Return the bytes of an element between hosts: of the running sum, and of contributions that are sent to it."""
     walk = [*([plan.owner] if started else []), *(stop.at for stop in plan.stops)]
     sums = sum(accumulate for a, b in itertools.pairwise(walk) if hosts.of[a] != hosts.of[b])
     return sums + sum(travel for stop in plan.stops for rank in stop.adds if hosts.of[rank] != hosts.of[stop.at])
@@ -213,7 +193,6 @@ def crossed(plan: Plan, hosts: Hosts, started: bool, travel: int, accumulate: in
 def test_a_plan_adds_each_rank_in_order_and_sends_no_more_than_directly(
     placed: list[int], width: tuple[int, int], started: bool
 ) -> None:
-    """Where its memory is seen: a stop adds what its own host has."""
     hosts = Hosts(tuple(tuple(r for r, h in enumerate(placed) if h == host) for host in dict.fromkeys(placed)))
     for owner, plan in enumerate(plans.plans(hosts, started, *width)):
         assert [rank for stop in plan.stops for rank in stop.adds] == list(range(len(placed)))
@@ -223,9 +202,6 @@ def test_a_plan_adds_each_rank_in_order_and_sends_no_more_than_directly(
         assert all(a.at != b.at for a, b in itertools.pairwise(plan.stops))
         apart = sum(host != placed[owner] for host in placed)
         assert plan.bytes_per_element == crossed(plan, hosts, started, *width) <= apart * width[0]
-
-
-# -- collectives of a device -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", list(itertools.product((0, 2), (0, 2), (False, True), (False, True))), ids=str)
@@ -257,7 +233,6 @@ def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
 def test_a_collective_that_a_stream_waits_for_is_known_also_when_another_stream_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As when sums wait on a stream aside, and units on that of a backward."""
     events = [mock.Mock(query=lambda: False), mock.Mock(query=lambda: True)]
     made, streams, device = iter(events), iter(["aside", "of the backward"]), torch.device("cuda", 0)
     monkeypatch.setattr(torch, "Event", lambda of: next(made))
@@ -267,21 +242,3 @@ def test_a_collective_that_a_stream_waits_for_is_known_also_when_another_stream_
         under_way.launched()
         under_way.awaited(device)
     assert under_way
-
-
-def test_a_thread_asks_for_an_event_in_a_mode_of_its_own_and_has_its_old_mode_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A sentinel may ask for an event while the rank's own thread captures a CUDA graph."""
-    modes = [0]
-
-    class Driver:
-        def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:  # noqa: N802
-            before = modes[-1]
-            modes.append(mode._obj.value)
-            mode._obj.value = before
-
-    event = mock.Mock(device=torch.device("cuda", 0), query=lambda: modes[-1] == 1)
-    monkeypatch.setattr(gloo_backend, "_DRIVER", Driver())
-    assert gloo_backend.has_ended(event)
-    assert modes == [0, 1, 0]

@@ -15,13 +15,12 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives import ALGORITHMS, Collective, Fold, Kind, Pairwise, Tag, Transport
+from collectives import ALGORITHMS, Kind, Tag, Transport
 from collectives.algorithms import plans
 from collectives.launches.sentinel import Post
-from collectives.topology import _fold_by_nccl
 
-from ..support.carried import CPU, equal_hosts, reduction
-from ..support.late import LateBackend, on_late_threads
+from ..support.carried import folded, reduction
+from ..support.late import LateBackend, folded_by_groups, on_late_threads
 from ..support.limits import PATIENT
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_states
@@ -47,15 +46,7 @@ REPLICAS = [
 ]
 
 
-def by_messages(transport: Transport) -> Collective:
-    return Fold(transport, equal_hosts(transport), Pairwise(transport))
-
-
-def by_groups(transport: Transport) -> Collective:
-    return _fold_by_nccl(transport, equal_hosts(transport), CPU)
-
-
-def folded(stage: int, way: Any, precision: str = "fp32") -> Program:
+def fold(stage: int, way: Any, precision: str = "fp32") -> Program:
     steps = STEPS if stage == 3 else STEPS + FEWER
     return Program(4, stage, collective=way, precision=PRECISIONS.get(precision), steps=steps)
 
@@ -80,8 +71,6 @@ def on_streams(program: Program) -> list[Any]:
 
     with mock.patch.object(Post, "_explain", side_effect=AssertionError("a sentinel has used it")) as used:
         results = loopback.run(run)
-    for backend in loopback.backends:
-        backend.end()
     assert not used.called
     return results
 
@@ -98,11 +87,11 @@ ROWS: dict[str, tuple[Callable[[Program], list[Any]], Program]] = {
     "native, stage 3": (late, Program(3, 3, collective="native", steps=ONE_ROUND)),
     "kept by 2 with NCCL": (late, KEPT),
     **{f"replicas of {each.sharding_factor} with NCCL": (late, each) for each in REPLICAS},
-    "fold by messages, stage 1, bf16": (late, folded(1, by_messages, "bf16")),
-    "fold by messages, stage 3": (late, folded(3, by_messages)),
-    "fold by groups, stage 0": (late, folded(0, by_groups)),
-    "fold by groups, stage 2": (late, folded(2, by_groups)),
-    "fold by groups, stage 3": (late, folded(3, by_groups)),
+    "fold by messages, stage 1, bf16": (late, fold(1, folded, "bf16")),
+    "fold by messages, stage 3": (late, fold(3, folded)),
+    "fold by groups, stage 0": (late, fold(0, folded_by_groups)),
+    "fold by groups, stage 2": (late, fold(2, folded_by_groups)),
+    "fold by groups, stage 3": (late, fold(3, folded_by_groups)),
     "all_to_all on streams, stage 0": (on_streams, replace(SEVERAL, stage=0)),
     "all_to_all on streams, stage 3": (on_streams, replace(SEVERAL, stage=3, steps=STEPS)),
     "kept by 2 with NCCL on streams": (on_streams, KEPT),
@@ -119,7 +108,6 @@ FIRST = [
 def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With three backwards, clips, `no_sync`, missing gradients, an unfrozen parameter, and ranks without batches."""
     run, program = ROWS[name]
     monkeypatch.setattr(plans, "LEAST_OF_A_FOLD", 7)
     monkeypatch.setattr("collectives.topology._all_have_nccl", lambda *_: "NCCL" in name)
@@ -137,7 +125,6 @@ def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(
     ids=str,
 )
 def test_slices_are_padded_to_the_longest_if_that_adds_at_most_half(bounds: list[int], padded: bool) -> None:
-    """Else each owner broadcasts its own. Counts the bytes of a gather."""
     sizes = [high - low for low, high in itertools.pairwise(bounds)]
 
     def program(transport: Transport) -> tuple[int, int]:

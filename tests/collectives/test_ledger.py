@@ -26,28 +26,24 @@ from collectives.backends.gloo import GlooBackend, GroupsOfMesh
 from collectives.launches.ledger import KEPT, Launches, Ledger, Verdict, compare, first_difference
 from collectives.launches.sentinel import ANY, OUTSIDE, Post, Status, difference
 from collectives.messages import describe
-from collectives.topology import _fold_by_nccl
 from collectives.watching import CHECK_EACH, watch
 from zero.gradients.agreement import Agreement, Record
 from zero.runtime.joining import Joining, UnitOrder
 
 from ..ledger import DIVERGENCES, Case, run, run_late
-from ..support.carried import CPU, equal_hosts
+from ..support.carried import CPU
 from ..support.errors import assert_in_order
+from ..support.late import folded_by_groups
 from ..support.limits import BOUND, PATIENT
 from ..support.rows import only
 from ..support.streamed import StreamedLoopback, StreamedThread
 
-LIMIT = 0.3
-CASE = Case("", 3, 3, 1, 2, 1, limit=LIMIT)
+CASE = Case("", 3, 3, 1, 2, 1, limit=0.3)
 BOUNDS = [0, 2, 4, 6]
 
 
 def gather(number: int, label: str = "unit") -> Tag:
     return Tag(Kind.ALL_GATHER, f"{label} {number}", 0, number)
-
-
-# -- trainings ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.law("errors")
@@ -60,21 +56,12 @@ def test_a_rank_that_is_late_by_three_limits_changes_no_bit() -> None:
     run_late(replace(CASE, what="late", limit=0.1, rounds=2))
 
 
-# -- the gate ----------------------------------------------------------------------------------------------------------
-
-
-def on_streams(size: int, program: Callable[[Transport], Any], limit: float = PATIENT) -> list[Any]:
-    loopback: StreamedLoopback[Any] = StreamedLoopback(size, limit=limit)
-
+def on_streams(size: int, program: Callable[[Transport], Any]) -> list[Any]:
     def watched(transport: Transport) -> Any:
         watch(transport, size, CPU)
         return program(transport)
 
-    try:
-        return loopback.run(watched)
-    finally:
-        for backend in loopback.backends:
-            backend.end()
+    return StreamedLoopback[Any](size, limit=PATIENT).run(watched)
 
 
 def launch(transport: Transport, tag: Tag) -> None:
@@ -82,7 +69,6 @@ def launch(transport: Transport, tag: Tag) -> None:
 
 
 def test_no_collective_begins_behind_a_meeting_before_every_rank_is_at_the_gate() -> None:
-    """Else a kernel would wait for a late rank, and end the process after the time limit of its own collectives."""
     met, began = threading.Barrier(3), list[int]()
 
     def program(transport: Transport) -> int:
@@ -106,33 +92,6 @@ def test_no_collective_begins_behind_a_meeting_before_every_rank_is_at_the_gate(
     assert on_streams(3, program) == [3, 3, 3]
     assert len(waiting) == 2, "both others were at the gate"
     assert began == [1, 1], "neither had launched behind it"
-
-
-def test_only_the_gate_and_the_first_reduction_of_a_round_send_headers() -> None:
-    def program(transport: Transport) -> list[int]:
-        collective, sent = ALGORITHMS["all_to_all"](transport), list[int]()
-        assert transport.launches is not None
-
-        def headers(call: Callable[[], Any]) -> None:
-            before = transport.traffic.messages
-            call()
-            sent.append((transport.traffic.messages - before) // 2)
-
-        def reduce(index: int) -> None:
-            tag = Tag(Kind.REDUCE_SCATTER, f"bucket {index}", 1, index)
-            collective.reduce_scatter(torch.ones(6), BOUNDS, torch.empty(2), start=None, tag=tag).wait()
-
-        headers(lambda: launch(transport, gather(1)))
-        headers(lambda: launch(transport, gather(2)))
-        headers(lambda: reduce(0))
-        headers(lambda: reduce(1))
-        transport.exchange(b"", Tag(Kind.EXCHANGE, "a step"))
-        with transport.launches.behind_a_meeting():
-            headers(lambda: launch(transport, gather(3)))
-        headers(lambda: launch(transport, gather(4)))
-        return sent
-
-    assert on_streams(3, program) == [[1, 0, 1, 0, 0, 1]] * 3
 
 
 def test_each_collective_awaits_its_headers_if_the_environment_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,27 +119,21 @@ def test_so_it_does_on_every_rank_if_one_has_no_board_or_is_alone(
 
 def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_and_holds_no_memory_then() -> None:
     def program(transport: Transport) -> bool:
-        fold, launches = _fold_by_nccl(transport, equal_hosts(transport), CPU), transport.launches
+        fold, launches = folded_by_groups(transport), transport.launches
         assert launches is not None
         tag = Tag(Kind.REDUCE_SCATTER, "bucket 0", 1)
         fold.reduce_scatter(torch.ones(8), [0, 2, 4, 6, 8], torch.empty(2), start=None, tag=tag).wait()
         under_way = launches.ledger._waited[-1][1].args[0]  # type: ignore[attr-defined]
         assert launches.ledger.oldest() == 0
+        assert Several([SimpleNamespace(ended=lambda: True), under_way]).ended()
         assert not hasattr(under_way, "_operands")
         under_way._returned = mock.Mock(ended=lambda: False)
-        return launches.ledger.oldest() == 1
+        return launches.ledger.oldest() == 1 and not Several([SimpleNamespace(ended=lambda: True), under_way]).ended()
 
     assert on_streams(4, program) == [True] * 4
 
 
-def test_transfers_that_are_under_way_together_have_ended_when_all_have() -> None:
-    ended, pending = (SimpleNamespace(ended=lambda value=value: value) for value in (True, False))
-    assert Several([ended, ended]).ended()
-    assert not Several([ended, pending]).ended()
-
-
 def test_a_mesh_that_is_a_part_of_its_group_has_no_board() -> None:
-    """Its ranks are not all that a sentinel would wait for."""
     store = dist.HashStore()
     group = Namespace(get_group_store=lambda: store)
     for ranks, found in (((0, 2), None), ((0, 1, 2), store), (None, store)):
@@ -193,19 +146,14 @@ def test_a_mesh_that_is_a_part_of_its_group_has_no_board() -> None:
         assert (backend.board() is None) == (found is None)
 
 
-# -- the record --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("other", [gather(3), None], ids=["other", "fewer"])
 def test_ranks_that_launched_other_collectives_learn_at_the_next_meeting_which_is_the_first(other: Tag | None) -> None:
-    """The bytes of both fit, so no rank waits for another: the sentinels see nothing."""
-
     def program(transport: Transport) -> str:
         assert transport.launches is not None
         launch(transport, gather(1))
         mine = other if transport.rank == 1 else gather(2)
-        if other is not None or transport.rank != 1:
-            transport.launches.ledger.add(mine or gather(2))
+        if mine is not None:
+            transport.launches.ledger.add(mine)
         agreement = Agreement(transport, 3, UnitOrder(Joining()))
 
         def record() -> Record:
@@ -259,9 +207,6 @@ def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:
     assert len(set(first)) == 3
 
 
-# -- the sentinel ------------------------------------------------------------------------------------------------------
-
-
 def status(ledger: Ledger, waits: int = 0, enters: int = OUTSIDE, round_: int = 0) -> Status:
     waited = ledger.launch(waits)
     since = (0, 0, 0) if waited is None else (waits, round_, waited.met)
@@ -269,7 +214,6 @@ def status(ledger: Ledger, waits: int = 0, enters: int = OUTSIDE, round_: int = 
 
 
 def met(ledger: Ledger, *numbers: int) -> Ledger:
-    """Complete a meeting, and launch more."""
     ledger.met += 1
     for number in numbers:
         ledger.add(gather(number))
@@ -325,7 +269,6 @@ class Group:
             post.open()
 
     def look(self, seconds: float, *ranks: int) -> None:
-        """Let sentinels look four times a second."""
         for _ in range(int(4 * seconds)):
             self.seconds += 0.25
             for rank in ranks:
@@ -400,7 +343,6 @@ def test_a_rank_that_goes_on_names_nothing_later(group_of: Callable[..., Group])
 def test_a_rank_whose_connection_is_closed_is_lost_only_if_another_waits(
     holds_the_store: bool, group_of: Callable[..., Group]
 ) -> None:
-    """Also if its process held the store."""
     group = group_of(2)
     group.closed.append(1)
     if holds_the_store:

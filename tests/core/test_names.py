@@ -22,28 +22,23 @@ from zero.core.parameter_specs import (
     remark_on_prefix,
 )
 
+from ..support.models import build
 
-class Net(nn.Module):
-    """A model with units, a buffer, a tie and a frozen parameter: each of them has names."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
-        self.head.weight = self.embed.weight
-        self.frozen = nn.Parameter(torch.ones(2), requires_grad=False)
-        self.blocks[1].register_buffer("offset", torch.arange(3.0))
+def net() -> Any:
+    model: Any = build()
+    model.layers[1].register_buffer("kept", torch.arange(3.0))
+    return model
 
 
 def compiled(module: nn.Module) -> Any:
-    """Return the module in the wrapper of `torch.compile`, without the time of a compilation."""
     made: Any = torch.compiler.disable(module)  # type: ignore[no-untyped-call]
     return made
 
 
 def with_blocks(wrap: Callable[[nn.Module], Any]) -> Callable[[nn.Module], Any]:
     def wrapped(model: Any) -> Any:
-        model.blocks = nn.ModuleList([wrap(block) for block in model.blocks])
+        model.layers = nn.ModuleList([wrap(block) for block in model.layers])
         return model
 
     return wrapped
@@ -60,7 +55,7 @@ WRAPPED: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_a_wrapped_model_has_the_names_of_the_plain_one(wrapper: str) -> None:
-    plain, wrapped = Net(), WRAPPED[wrapper](Net())
+    plain, wrapped = net(), WRAPPED[wrapper](net())
     assert [name for name, _ in named_parameters(wrapped)] == [name for name, _ in plain.named_parameters()]
     assert [name for name, _ in named_buffers(wrapped)] == [name for name, _ in plain.named_buffers()]
     twice = [*plain.named_parameters(remove_duplicate=False), *plain.named_buffers(remove_duplicate=False)]
@@ -69,7 +64,7 @@ def test_a_wrapped_model_has_the_names_of_the_plain_one(wrapper: str) -> None:
     saved = ZeroOptimizer(wrapped, process_group=solo()).state_dict()["param_groups"][0]["param_names"]
     assert saved == [name for name, _ in plain.named_parameters()]
     own = nn.Module()  # of the user, which keeps another one under the name that torch's wrapper uses
-    own._orig_mod = WRAPPED[wrapper](Net())
+    own._orig_mod = WRAPPED[wrapper](net())
     assert [name for name, _ in named_parameters(own)] == [f"_orig_mod.{name}" for name, _ in plain.named_parameters()]
 
 
@@ -88,7 +83,7 @@ def test_the_prefix_of_ddp_is_named_if_it_explains_all_names() -> None:
     assert "begin with 'module.'" in remark_on_prefix(["module.a", "_orig_mod.module.b"], {"a", "b", "c"})
     for names, known in ((["module.a", "b"], {"a", "b"}), (["module.a"], {"c"}), ([], {"a"})):
         assert remark_on_prefix(names, known) == ""
-    optimizer = ZeroOptimizer(Net(), process_group=solo())
+    optimizer = ZeroOptimizer(net(), process_group=solo())
     saved = optimizer.state_dict()
     group = saved["param_groups"][0]
     group["param_names"] = [f"module.{name}" for name in group["param_names"]]

@@ -148,6 +148,7 @@ DIALS = (
             Moment(
                 {
                     "Offload('cpu', parameters='cpu', step='host')": "step must be 'cpu' or None, not 'host'",
+                    **dict.fromkeys(("Offload('')", "Offload(3)"), "TypeError: offload"),
                     "Offload('cpu', parameters='disk')": "parameters must be 'cpu' or None, not 'disk'",
                     "ShardedAverage(optimizer)": 'Offload(parameters="cpu") with a ShardedAverage: ',
                     EDIT: "'parts.0.inner' was edited while its unit was gathered",

@@ -84,7 +84,6 @@ def drawn(
 
 
 def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], options: argparse.Namespace) -> int:
-    """Judge mutants, and print the outcome: the survivors, and the numbers by room."""
     from ..support.processor import spare_matrix_unit
     from ..zoo import forked
 

@@ -1,7 +1,4 @@
-"""A pytest plugin (``-p tests.mutants.lines``) that notes which lines of the library each test runs, and its seconds.
-
-Knows: coverage, and files of one folder, one for each process of pytest. Does not know: mutants.
-"""
+"""A pytest plugin (``-p tests.mutants.lines``) that notes which lines of the library each test runs, and how long."""
 
 from __future__ import annotations
 
@@ -23,8 +20,6 @@ FILES = "TESTS_MUTANTS_FILES"  # whose lines are noted; a test runs the others a
 
 
 class Lines:
-    """The lines of the tests of one process."""
-
     def __init__(self, name: str) -> None:
         FOLDER.mkdir(exist_ok=True, parents=True)
         self._file = FOLDER / f"lines-{name}"

@@ -1,14 +1,12 @@
 """The mutants that can be drawn: one change of one place inside a function.
 
-Knows: syntax trees. Does not know: which tests there are.
-
-    compare   < and <=, > and >=, == and !=, is and is not, in and not in
-    operator  + and -, * and //, / and *, % and +
-    and-or    `and` and `or`
-    not       without `not`
-    constant  an integer plus 1, True and False
-    drop      a call whose result is not used, an assignment such as +=
-    always, never   a branch
+compare   < and <=, > and >=, == and !=, is and is not, in and not in
+operator  + and -, * and //, / and *, % and +
+and-or    `and` and `or`
+not       without `not`
+constant  an integer plus 1, True and False
+drop      a call whose result is not used, an assignment such as +=
+always, never   a branch
 """
 
 from __future__ import annotations
@@ -71,7 +69,6 @@ class Place:
     functions: list[ast.FunctionDef]  # from the outermost one
 
     def put(self, new: ast.AST) -> None:
-        """Let another node lie here."""
         ast.copy_location(new, self.node)
         if self.index is None:
             setattr(self.parent, self.field, new)
@@ -98,7 +95,6 @@ def apply(text: str) -> None:
 
 
 def describe(site: Site) -> str:
-    """Return the code before and after."""
     node = _place(site, parsed(str(ROOT / site.file))).node
     both = (node, _changed(node, site.kind))
     return " -> ".join(ast.unparse(each.test if isinstance(each, ast.If) else each) for each in both)
@@ -182,7 +178,6 @@ def _kinds(node: ast.AST) -> Iterator[str]:
 
 
 def _changed(node: Any, kind: str) -> ast.AST:
-    """Return what stands in the place of a node."""
     match kind:
         case "compare":
             return ast.Compare(node.left, [_COMPARE[type(node.ops[0])]()], node.comparators)

@@ -11,8 +11,6 @@
 Streams have vector clocks: what a stream knows of another is the number of that stream's accesses before its own next
 one. A pool's block is one storage for as long as the pool has it, whoever uses it. A read of a value by the host
 (`item`) orders nothing here: it is no part of the promise that a call waits for the device.
-
-Knows: storages and fake streams of one rank, which is one thread. Does not know: what the library does.
 """
 
 from __future__ import annotations
@@ -23,43 +21,44 @@ import traceback
 import weakref
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from collectives import pool
+from collectives import Transport, pool
 from collectives.algorithms import ordered_sum
+from collectives.backend import Pending, PendingBytes
+from collectives.backends.threads import _World
 from zero.gradients.grad_publisher import ShardedGradient
 from zero.runtime import accumulator, offload, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
 
-from .stream_autograd import Backward
+from ..support.late import OF_TWO, Combined, LateBackend, Parts, Sizes, Threads, _NoStreams
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = (f"{ROOT / 'zero'}/", f"{ROOT / 'collectives'}/")
 RUNS_TESTS = f"{ROOT}/collectives/backends/threads.py"  # a rank that is a thread begins there
 TESTS = f"{ROOT / 'tests'}/"
-OURS = ("/stream_checker.py", "/stream_autograd.py", "/stream_backend.py", "/late.py")
+OURS = ("/stream_checker.py", "/late.py")
 METADATA = {"aten::set_", "aten::detach_", "aten::record_stream"}  # they touch no element
 GPU = torch.device("cuda", 0)
 _HERE = threading.local()  # the checker of each rank, which is a thread
 
+T = TypeVar("T")
 Clock = dict["Stream", int]
 
 
 @dataclass(frozen=True)
 class Event:
-    """The clock of a stream at a moment."""
-
     clock: Clock
     device: torch.device | None = None
 
@@ -96,6 +95,80 @@ class Stream:
 
     def __repr__(self) -> str:
         return self.name
+
+
+class Backward:
+    """On which stream torch's engine runs each node of a backward, and what that stream waits for before.
+
+    On a device the engine does this by itself (`torch/csrc/autograd/engine.cpp`). On the CPU it knows no streams:
+
+        a node           runs on the stream of its forward; a leaf's, on that of the leaf's first use
+        before it        that stream waits for the nodes that made its gradients, the first one for the caller's stream
+        the end          the caller's stream waits for all leaves, and runs the callbacks of the end
+    """
+
+    def __init__(self, loss: Tensor, caller: Stream, stream_of_forward: Callable[[int], Stream]) -> None:
+        """``stream_of_forward``: returns the stream on which a forward made the node of a number."""
+        self._root: Any = loss.grad_fn
+        self._caller, self._stream_of_forward = caller, stream_of_forward
+        self._begin: Any = None  # the caller's clock when the first node begins
+        self._producers: dict[Any, list[Any]] = defaultdict(list)  # the nodes that make a node's gradients
+        self._done: dict[Any, Any] = {}  # the clock at the end of each node that ran an operator
+        self._node: Any = None  # that runs
+        self._find_producers()
+
+    def _find_producers(self) -> None:
+        seen, left = {self._root}, [self._root]
+        while left:
+            node: Any = left.pop()
+            for following, _ in node.next_functions:
+                if following is not None:
+                    self._producers[following].append(node)
+                    if following not in seen:
+                        seen.add(following)
+                        left.append(following)
+        self._leaves = [node for node in seen if not node.next_functions]
+
+    def stream_at(self, node: Any) -> Stream | None:
+        """Note which node runs now. Return its stream; None if none runs, or if it is of another graph."""
+        if node is None:
+            if self._node is not None:
+                self.end()
+            return None
+        if node is not self._root and node not in self._producers:
+            return None
+        stream = self._stream_of(node)
+        if node is not self._node:
+            if self._begin is None:
+                self._begin = dict(self._caller.clock)
+            self._finish()
+            self._node = node
+            stream.wait_clock(self._ready(node))
+        return stream
+
+    def end(self) -> None:
+        self._finish()
+        self._node = None
+        for leaf in self._leaves:
+            self._caller.wait_clock(self._done[leaf] if leaf in self._done else self._ready(leaf))
+
+    def _finish(self) -> None:
+        if self._node is not None:
+            self._done[self._node] = dict(self._stream_of(self._node).clock)
+
+    def _ready(self, node: Any) -> Any:
+        """Return the clock at which all gradients of a node are there."""
+        ready = dict(self._begin) if node is self._root else {}
+        for producer in self._producers[node]:
+            clock = self._done[producer] if producer in self._done else self._ready(producer)
+            for stream, time in clock.items():
+                ready[stream] = max(time, ready.get(stream, 0))
+        return ready
+
+    def _stream_of(self, node: Any) -> Stream:
+        if node.name().endswith("AccumulateGrad") and self._producers[node]:
+            node = min(self._producers[node], key=lambda producer: producer._sequence_nr())
+        return self._stream_of_forward(node._sequence_nr())
 
 
 @dataclass(frozen=True)
@@ -147,7 +220,7 @@ class StreamChecker(TorchDispatchMode):
         self.default = self.stream("default")
         self._entered: list[tuple[Stream, Any]] = [(self.default, None)]  # with the node that entered it
         self._switches: list[tuple[int, Stream]] = [(0, self.default)]  # the first node of a forward on each stream
-        self._backward: Backward[Stream] | None = None
+        self._backward: Backward | None = None
 
     # -- streams ------------------------------------------------------------------------------------------------------
 
@@ -159,15 +232,13 @@ class StreamChecker(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Let the host do the work of the block: behind what it has waited for, and before all that it launches later.
-        No node of a backward runs inside."""
+        """Let the host do the work of the block, in which no node of a backward runs: behind what it has waited for."""
         with self.host:
             yield
         for stream in self.streams:
             stream.wait_stream(self.host)
 
     def current(self) -> Stream:
-        """Return the stream on which an operator would run now."""
         stream, entered_by = self._entered[-1]
         if self._backward is None:
             return stream
@@ -184,7 +255,6 @@ class StreamChecker(TorchDispatchMode):
         self._switches.append((_next_node(), self._entered[-1][0]))
 
     def backward(self, loss: Tensor) -> None:
-        """Run a backward, each node of it on the stream of its forward."""
         switches = self._switches
         self._backward = Backward(
             loss,
@@ -293,15 +363,9 @@ class StreamChecker(TorchDispatchMode):
         memory.alive = weakref.ref(storage, free)
 
 
-# -- operators ---------------------------------------------------------------------------------------------------------
-
-
 @cache
 def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
-    """Return the arguments of an operator: the name, whether it touches their elements, and whether it writes them.
-
-    It does not touch those of which it returns a view, and those that only give shape and dtype.
-    """
+    """Return the arguments of an operator: the name, and whether it touches and writes their elements: not of views."""
     name = func._schema.name.removeprefix("aten::")
     as_model = name.startswith("new_") or name.endswith("_like")
     found = []
@@ -312,7 +376,6 @@ def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
 
 
 def _storages(value: Any) -> list[Any]:
-    """Return the storages of the tensors in an argument or a result."""
     if isinstance(value, (list, tuple)):
         return [storage for inside in value for storage in _storages(inside)]
     if not isinstance(value, Tensor) or isinstance(value, ShardedGradient):  # a placeholder has no memory
@@ -338,21 +401,15 @@ def _place() -> tuple[str, bool]:
 
 
 def _next_node() -> int:
-    """Return the number of the next node of a graph that this thread makes."""
     return int(torch._C._autograd._get_sequence_nr())
 
 
-# -- the library's calls ----------------------------------------------------------------------------------------------
-
-
 def here() -> StreamChecker:
-    """Return the checker of this rank."""
     checker: StreamChecker = _HERE.checker
     return checker
 
 
 def is_on() -> bool:
-    """Return whether accesses of this thread are noted."""
     return getattr(_HERE, "checker", None) is not None and not getattr(_HERE, "is_off", False)
 
 
@@ -364,6 +421,93 @@ def off() -> Iterator[None]:
         yield
     finally:
         _HERE.is_off = before
+
+
+class _OnStream:
+    """The work of a collective: a wait is one of the current stream."""
+
+    def __init__(self, work: Pending, end: Clock) -> None:
+        self._work, self._end = work, end
+
+    def wait(self, timeout: float | None = None) -> None:
+        here().current().wait_clock(self._end)
+        with off():
+            self._work.wait(30.0 if timeout is None else timeout)
+
+
+class _Streams(_NoStreams):
+    def awaited(self, device: torch.device) -> Any:
+        return Event(dict(here().current().clock), device)
+
+
+class _Received:
+    def __init__(self, work: Pending, tensor: Tensor, operator: str) -> None:
+        self._work, self._tensor, self._operator = work, tensor, operator
+
+    def wait(self, timeout: float) -> None:
+        here().note(self._tensor, here().current(), self._operator, writes=True)
+        with off():
+            self._work.wait(timeout)
+
+
+class StreamBackend(LateBackend):
+    """Messages of one rank, staged through the host by the current stream, and collectives on a stream of their own.
+
+        launch    the collective's stream waits for the current one, then reads the input and writes the output
+        wait      the current stream waits for the collective
+
+    All transfers finish at the wait, as in `late.py`. The rank's thread must be inside its `StreamChecker`.
+    """
+
+    maps_memory = False  # device memory, which no other rank reads
+
+    def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
+        super().__init__(world, rank, world_size, timeout)
+        self._streams: dict[str, Stream] = {}
+
+    def stays_on(self, device: torch.device) -> bool:
+        return True
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        if is_on():
+            here().note(tensor, here().current(), f"send to rank {to}", writes=False)
+        with off():
+            return super().send(tensor, to, slot)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
+        with off():
+            work = super().recv(tensor, source, slot)
+        return _Received(work, tensor, f"receive from rank {source}") if is_on() else work
+
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
+        with off():  # the host's memory
+            return super().send_bytes(data, to, slot, patience)
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
+        with off():
+            return super().recv_bytes(size, source, slot)
+
+    def exchange(
+        self, name: str, out: Tensor, source: Tensor, parts: Parts, sizes: Sizes, combined: Combined = torch.cat
+    ) -> Pending:
+        """Note the accesses of a collective, or of a transfer between two ranks. Each kind has a stream."""
+        with off():
+            made: Any = super().exchange(name, out, source, parts, sizes, combined)
+        kind = name if name.startswith(OF_TWO) else "collectives"
+        if kind not in self._streams:
+            self._streams[kind] = here().stream(f"of {kind}, rank {self.rank}")
+        stream = self._streams[kind]
+        stream.wait_stream(here().current())
+        here().note(source, stream, kind, writes=False)
+        here().note(out, stream, kind, writes=True)
+        made._work, made._under_way = _OnStream(made._work, dict(stream.clock)), _Streams()
+        pending: Pending = made
+        return pending
+
+
+def on_streams(world_size: int, program: Callable[[Transport], T]) -> list[T]:
+    torch.set_num_threads(1)
+    return Threads[T](world_size, lambda world, rank: StreamBackend(world, rank, world_size, 30.0)).run(program)
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch) -> None:

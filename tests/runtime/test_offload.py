@@ -1,7 +1,6 @@
 """States and gradients that leave a device's memory: the same bits, overlapped copies, bounded memory, errors.
 
-There is no device here: the CPU takes its place. That copies on a side stream are awaited is shown by
-`test_streams_are_ordered`; `test_cuda` runs the same on a GPU, if there is one.
+The CPU takes the place of a device; `test_cuda` runs the same on a GPU, if there is one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from torch import nn
 
 from collectives import Transport, on_threads, solo
 from collectives.pool import holders
-from zero import Offload, ZeroOptimizer, setup
+from zero import Offload, ZeroOptimizer
 from zero.runtime.flat_states import BucketStates
 from zero.runtime.offload import HostOffload, OffloadedStates
 
@@ -64,13 +63,9 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy states for each step, as if parameters were on a device."""
-    backend = setup.backend_for
+def elsewhere(copied_from_the_host: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy states for each step, also those on disk."""
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(
-        setup, "backend_for", lambda offload, at: HostOffload(CPU) if offload is HOST else backend(offload, at)
-    )
 
 
 @pytest.fixture
@@ -87,8 +82,6 @@ def test_what_leaves_a_devices_memory_changes_no_bit(name: str, request: pytest.
 
 
 class Replacing(torch.optim.SGD):
-    """A class that creates new state tensors in each step."""
-
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -109,8 +102,6 @@ def take_step(side: Side, step: int) -> None:
 def test_states_that_a_class_makes_anew_are_those_that_are_kept(
     tmp_path: Path, staged: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dict does not know where they were kept, and one of live states may be loaded."""
-
     def loop(side: Side) -> None:
         for step in range(4):
             take_step(side, step)
@@ -160,8 +151,6 @@ def test_what_an_interrupted_step_left_is_no_state_of_the_next(on_disk: bool) ->
     same_as_plain(loop, build, Interrupted, 1, lr=1e-2, settings=settings)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
 EVENTS = {"prefetch": "fetch", "plan": "begin", "adopt_states": "stepped", "evict": "back", "free_copies": "free"}
 
 
@@ -169,19 +158,17 @@ EVENTS = {"prefetch": "fetch", "plan": "begin", "adopt_states": "stepped", "evic
 def test_one_bucket_arrives_and_one_leaves_while_one_is_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
     told = list[tuple[str, int]]()  # what is done with the states of a bucket, and its number
 
-    def note(name: str, event: str) -> None:
-        done = getattr(BucketStates, name)
-
+    def noting(done: Any, event: str) -> Any:
         def noted(self: BucketStates, *arguments: Any) -> Any:
             store = self._store  # there is none in a trial of the class
             if store is not None and (store.staged or event != "free"):
                 told.append((event, self.bucket.index))
             return done(self, *arguments)
 
-        monkeypatch.setattr(BucketStates, name, noted)
+        return noted
 
     for name, event in EVENTS.items():
-        note(name, event)
+        monkeypatch.setattr(BucketStates, name, noting(getattr(BucketStates, name), event))
     optimizer = ZeroOptimizer(model := build(), process_group=solo(), offload=HOST, bucket_cap_mb=0.0005)
     for step in range(3):
         told.clear()
@@ -206,7 +193,6 @@ def test_one_bucket_arrives_and_one_leaves_while_one_is_stepped(monkeypatch: pyt
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_between_steps_no_page_of_the_file_is_mapped_and_describe_says_what_is_elsewhere(tmp_path: Path) -> None:
-    """`ci/runtime/test_offload_memory` looks at every moment of a step. The host's memory is there already."""
     optimizer = ZeroOptimizer(model := nn.Linear(64, 64), process_group=solo(), offload=Offload(tmp_path))
     model(torch.ones(64)).sum().backward()
     optimizer.step()
@@ -232,7 +218,6 @@ def test_states_of_an_option_from_a_dict_are_on_disk_too(tmp_path: Path) -> None
 
 
 def held(transport: Transport, stage: int, divisor: float | None = None) -> list[int]:
-    """Train two steps. Return the bytes of gradients after the backwards."""
     arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": divisor}
     optimizer = ZeroOptimizer(model := build(), bucket_cap_mb=SMALL, **arguments)
     parts, found = parts_of(optimizer), []
@@ -261,7 +246,6 @@ def test_between_steps_no_gradient_and_no_scratch_takes_memory(world_size: int, 
 
 
 def test_reserved_states_lie_in_one_block_of_their_length() -> None:
-    """Torch's allocator of pinned memory would round each up to a power of two."""
     wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
     host = HostOffload(CPU)
     host.reserve(wanted)
@@ -278,7 +262,6 @@ def test_reserved_states_lie_in_one_block_of_their_length() -> None:
 
 
 def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that cannot be pinned is an error, and what was pinned before is used on."""
     runtime, gpu = Mock(), torch.device("cuda", 1)
     runtime.cudaHostRegister.side_effect = (0, 2)
     monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
@@ -296,15 +279,11 @@ def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: 
     assert not tensor.count_nonzero(), "it is still memory"
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def full(*_: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk_is_an_error_before_anything_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk of only one rank is full."""
     reserve, is_full = os.posix_fallocate, threading.local()
     monkeypatch.setattr(
         os, "posix_fallocate", lambda *given: (full if getattr(is_full, "now", False) else reserve)(*given)
@@ -338,9 +317,3 @@ def test_a_further_group_has_room_of_its_own(tmp_path: Path, monkeypatch: pytest
     assert optimizer.describe().offloaded_bytes == before
     optimizer.add_param_group({"params": further})
     assert optimizer.describe().offloaded_bytes == 2 * before
-
-
-@pytest.mark.parametrize("wrong", ["", 3])
-def test_a_place_is_a_folder_or_the_host(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="offload"):
-        Offload(wrong)

@@ -1,8 +1,8 @@
 """Whatever streams the parts of a step, of a save or of an average are on, no access is unordered.
 
-The CPU takes the place of a device (`stream_checker`), collectives run on a stream of their own (`stream_backend`), and
-autograd runs each node on the stream of its forward (`stream_autograd`). The programs wait where a plain loop must, and
-nowhere else: at stages 0 to 2 a forward waits for the step that wrote its parameters.
+The CPU takes the place of a device (`stream_checker`), and collectives run on a stream of their own.
+The programs wait where a plain loop must, and nowhere else: at stages 0 to 2 a forward waits for the step that wrote
+its parameters.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from collectives import Chain, Transport, solo
 from collectives.algorithms.base import Launched
 from collectives.algorithms.ordered_sum import AddedAside, Aside
-from collectives.topology import _fold_by_nccl, _replicas_by_nccl
+from collectives.topology import _replicas_by_nccl
 from zero import Offload, ShardedAverage, ZeroOptimizer, load, save, setup
 from zero.core.layout import BucketSpec
 from zero.gradients import reducer
@@ -35,14 +36,14 @@ from zero.step.update import Update
 
 from ..dials.loops import step
 from ..dials.record import config_with
-from ..support.carried import CPU, equal_hosts
+from ..support.carried import CPU
+from ..support.late import folded_by_groups
 from ..support.machine.program import Backward
 from ..support.machine.run import Played, play
 from ..support.machine.run import run as run_program
 from ..support.narrowed import PRECISIONS
 from ..support.rows import only, rows
-from .stream_backend import on_streams
-from .stream_checker import Stream, StreamChecker, here, off, pretend
+from .stream_checker import Stream, StreamChecker, here, off, on_streams, pretend
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +86,6 @@ class Towers(nn.Module):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The streams of the parts of a step, by name."""
-
     forwards: tuple[str, str]  # of two micro-batches
     backwards: tuple[str, str]
     beside: str
@@ -105,8 +104,6 @@ TOWERS, EACH, IN_TURN = PATTERNS["two towers"], PATTERNS["each part"], PATTERNS[
 
 
 class Training:
-    """A model and its optimizer on one rank's device, with streams by name."""
-
     def __init__(self, device: StreamChecker, transport: Transport, stage: int, **options: Any) -> None:
         torch.manual_seed(0)
         self.device, self.stage = device, stage
@@ -151,8 +148,6 @@ class Training:
 
 
 def check(world_size: int, stage: int, program: Callable[[Training], None], **options: Any) -> None:
-    """Run a program on every rank, and raise what the rank's checker has found."""
-
     def run(transport: Transport) -> None:
         with StreamChecker() as device:
             training = Training(device, transport, stage, **options)
@@ -183,22 +178,12 @@ def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> 
     run_program(config, *STEPS, backend=Played(on_streams(2, rank)))
 
 
-class Adds:
-    """A work that adds on the current stream."""
-
-    def __init__(self, source: Tensor, out: Tensor) -> None:
-        self._source, self._out = source, out
-
-    def wait(self) -> None:
-        torch.add(self._source, 1, out=self._out)
-
-
 @pytest.mark.parametrize("is_awaited", [True, False])
 def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: bool) -> None:
     with StreamChecker() as device:
         source, out, stream = torch.ones(4), torch.ones(4), Aside().of(CPU)
         assert stream is not None
-        adds: Any = Adds(source, out)
+        adds: Any = SimpleNamespace(wait=lambda: torch.add(source, 1, out=out))
         work = AddedAside(solo(), Launched(Chain(()), adds), stream, CPU, (source, out))
         assert stream not in device.default.clock, "the current stream has not waited"
         if is_awaited:
@@ -206,9 +191,6 @@ def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: boo
         del work
         source.zero_()
         out.zero_()
-
-
-# -- where states and parameters are -----------------------------------------------------------------------------------
 
 
 class Apart(HostOffload):
@@ -235,7 +217,6 @@ def parameters_on_the_host(patch: pytest.MonkeyPatch) -> None:
 
 
 def lent(patch: pytest.MonkeyPatch) -> None:
-    """Memory may be taken from the device and given back."""
     patch.setattr(device_memory, "is_on_device", lambda tensor: True)
     patch.setattr(device_memory, "HostOffload", Apart)
     patch.setattr(DeviceMemory, "_wait", lambda self: here().synchronize())
@@ -272,7 +253,6 @@ def done_by_the_host(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> 
 def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     world_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the copies for the next units run beside it."""
     parameters_on_the_host(monkeypatch)
     under_way: dict[tuple[int, int], tuple[Stream, int]] = {}  # by rank and unit: the copy's stream, and its number
     beside: list[tuple[int, int]] = []
@@ -305,15 +285,6 @@ def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
     assert sorted(set(beside)) == sorted({*forward, *backward})
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
-
-
-def adds_aside(training: Training) -> None:
-    """Assert that sums were formed on one stream beside all others."""
-    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
-    assert aside.clock[aside]
-
-
 def parts_of_a_step(pattern: str) -> Call:
     def program(training: Training, path: Path) -> None:
         training.steps(PATTERNS[pattern])
@@ -322,7 +293,8 @@ def parts_of_a_step(pattern: str) -> Call:
         training.step(PATTERNS[pattern])
         training.steps(PATTERNS[pattern])
         if training.adds_aside:
-            adds_aside(training)
+            (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
+            assert aside.clock[aside]
 
     return program
 
@@ -365,7 +337,6 @@ def given_up(training: Training, path: Path) -> None:
 
 
 def scaled(training: Training, path: Path) -> None:
-    """A scaler unscales gradients on a stream of its own."""
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for _ in range(2):
         loss = training.forward("s", "t")
@@ -383,7 +354,6 @@ def scaled(training: Training, path: Path) -> None:
 
 
 def read_and_written(training: Training, path: Path) -> None:
-    """Whole tensors are read, saved, loaded and edited."""
     optimizer, model, on = training.optimizer, training.model, training.on
     average = ShardedAverage(optimizer)
     training.backwards(EACH)
@@ -435,7 +405,6 @@ def gathered(training: Training, path: Path) -> None:
 
 
 def averaged(training: Training, path: Path) -> None:
-    """Weights come back when an average's block ends."""
     average = ShardedAverage(training.optimizer)
     training.steps(TOWERS)
     average.update_parameters()
@@ -463,7 +432,7 @@ def joined(training: Training, path: Path) -> None:
     training.steps(TOWERS)
 
 
-FOLDED = {"collective": lambda transport: _fold_by_nccl(transport, equal_hosts(transport), CPU)}
+FOLDED = {"collective": folded_by_groups}
 SENT_IN_BF16 = {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}
 SENT_IN_FP32 = {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}
 STATES_ON_HOST = {"offload": Offload("cpu")}

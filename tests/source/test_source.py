@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 import pytest
 
-from .trees import PACKAGES, ROOT, TREES
+from .trees import PACKAGES, TREES
 
 UNPICKLES = {
     *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle", "yaml"),
@@ -23,7 +22,6 @@ MUTATORS = {
 
 
 def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Return every name in a module: variables, attributes, keyword arguments, and imported names."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             yield node.id, node.lineno
@@ -109,20 +107,3 @@ def test_no_function_changes_a_global_a_class_or_what_another_module_owns() -> N
         assert [line for line, _ in shared_writes(ast.parse(source))] == [5], body
     found = {module: shared_writes(tree) for module, tree in TREES.items()}
     assert not any(found.values()), {module: places for module, places in found.items() if places}
-
-
-def test_the_number_of_a_stage_is_known_to_the_stage_table_alone() -> None:
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if module != "zero.core.stage" and isinstance(node, ast.Compare):
-                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
-                assert not (any(side.endswith("stage") for side in sides) and any(map(str.isdigit, sides))), module
-
-
-def test_every_line_that_coverage_leaves_out_says_why() -> None:
-    paths = [path for package in PACKAGES for path in (ROOT / package).rglob("*.py")]
-    lines = [(path.name, line) for path in paths for line in path.read_text().splitlines()]
-    left_out = [(name, line.partition("pragma:")[2]) for name, line in lines if "pragma:" in line]
-    assert left_out, "if there are none, this reader may be blind"
-    for name, said in left_out:
-        assert re.fullmatch(r" no (cover|branch) - .{20,}", said), (name, said)

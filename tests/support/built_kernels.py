@@ -14,13 +14,12 @@ from collectives.kernels import DeviceKernels
 
 
 def compiled() -> ctypes.CDLL:
-    """Return the compiled source."""
     if shutil.which(cpu_kernels.COMPILER) is None:
         pytest.skip(f"there is no {cpu_kernels.COMPILER} to compile the kernels for the CPU")
     return cpu_kernels.compiled()
 
 
-def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:
+def built_kernels(noted: Callable[[str], object] | None = None) -> DeviceKernels:
     """Return kernels of the CPU; ``noted`` gets the name of each launch."""
     compiled()
-    return cpu_kernels.built_kernels(noted, processors)
+    return cpu_kernels.built_kernels(noted)

@@ -14,17 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import collectives
-from collectives import (
-    Collective,
-    CollectiveError,
-    Hierarchical,
-    Kind,
-    Loopback,
-    Pairwise,
-    Tag,
-    Transport,
-)
+from collectives import Collective, CollectiveError, Fold, Hierarchical, Kind, Loopback, Pairwise, Tag, Transport
 
 from .plain import assert_same_bits as assert_same_bits
 
@@ -47,9 +37,8 @@ def equal_hosts(transport: Transport, hosts: int = 2) -> list[range]:
     return [range(first, first + width) for first in range(0, transport.world_size, width)]
 
 
-def folded(transport: Transport) -> Collective:
-    """Return `Fold` on two hosts, by messages."""
-    return collectives.Fold(transport, equal_hosts(transport), Pairwise(transport))
+def folded(transport: Transport, hosts: int = 2) -> Collective:
+    return Fold(transport, equal_hosts(transport, hosts), Pairwise(transport))
 
 
 FEWER = settings(max_examples=settings().max_examples // 3)  # a third of the profile's: each example starts threads
@@ -67,7 +56,6 @@ def splits(world_size: int) -> st.SearchStrategy[list[int]]:
 
 @st.composite
 def hosts_of(draw: st.DrawFn, world_size: int) -> list[list[int]]:
-    """Draw which ranks share a host."""
     by_host: dict[int, list[int]] = {}
     for rank in range(world_size):
         by_host.setdefault(draw(st.integers(0, world_size)), []).append(rank)
@@ -75,11 +63,7 @@ def hosts_of(draw: st.DrawFn, world_size: int) -> list[list[int]]:
 
 
 def awkward(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return numbers that break sums.
-
-    These are mixed magnitudes and signs, zeros of both signs, subnormals, the largest number, infinities and NaN. Every
-    seventh element is -0.0 whatever the seed. There, all ranks add only -0.0, and the sum must be -0.0.
-    """
+    """Return numbers that break sums, also NaN. Every seventh is -0.0 whatever the seed, as must be the sum there."""
     generator = torch.Generator().manual_seed(seed)
     info = torch.finfo(dtype)
     exponents = torch.randint(-12, 12, (numel,), generator=generator, dtype=FP64)
@@ -121,7 +105,6 @@ def each(group: Loopback[Any], program: Callable[[Transport], T]) -> list[T | Co
 
 
 def jitter(seed: int) -> Callable[[int, str, int], None]:
-    """Return a hook that adds random delays, on which no result may depend."""
     sources = [random.Random(seed + rank) for rank in range(8)]
 
     def interfere(rank: int, event: str, peer: int) -> None:

@@ -36,10 +36,7 @@ CAP_MB = 6e-4  # 600 bytes: two buckets a block
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch, number ``turn`` of its rank in a step.
-
-    ``gathered`` is the optimizer's; in the plain loop it does nothing.
-    """
+    """A micro-batch, number turn of its rank in a step. gathered is the optimizer's, if there is one."""
 
     x: Tensor
     step: int
@@ -51,8 +48,6 @@ Run = Callable[[Any, Batch], "Iterator[None] | None"]
 
 
 class Block(nn.Module):
-    """A unit like those of a transformer."""
-
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -105,7 +100,6 @@ class Fails(Block):
 
 
 def net_of(block: Callable[[], nn.Module], count: int = 3) -> type[Net]:
-    """Return a `Net` that consists of other blocks."""
     return type("NetOf", (Net,), {"block": staticmethod(block), "count": count})
 
 
@@ -124,28 +118,20 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A model and the training of one micro-batch. The plain loop does everything that the ranks do.
-
-    ``run`` trains on one micro-batch; with several backwards it is a generator that yields after each of them.
-    ``groups`` returns the parameters to optimize. ``prepared`` is called with the new model, ``built`` after the
-    optimizer was built, ``begin`` before each step. ``arguments`` are those of the optimizer on the ranks alone.
-    ``lends``: the case keeps memory of a weight beyond its forward, on purpose.
-    """
+    """A model and the training of one micro-batch. The plain loop does everything that the ranks do."""
 
     build: Callable[[], nn.Module] = Net
-    run: Run = one_backward
-    groups: Callable[[Any], Any] | None = None
-    prepared: Callable[[Any], None] = _nothing
-    built: Callable[[Any], None] = _nothing
-    begin: Callable[[Any, int], None] = _nothing
+    run: Run = one_backward  # on one micro-batch; with several backwards a generator that yields after each of them
+    groups: Callable[[Any], Any] | None = None  # the parameters to optimize
+    prepared: Callable[[Any], None] = _nothing  # is called with the new model
+    built: Callable[[Any], None] = _nothing  # after the optimizer was built
+    begin: Callable[[Any, int], None] = _nothing  # before each step
     units: Callable[[nn.Module], bool] | None = None
-    lends: bool = False
+    lends: bool = False  # the case keeps memory of a weight beyond its forward, on purpose
     steps: int = 2
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the optimizer on the ranks alone
 
     def make(self) -> nn.Module:
-        """Build the model, the same every time."""
-
         def prepared() -> nn.Module:
             model = self.build()
             self.prepared(model)
@@ -169,10 +155,7 @@ def in_rounds(run: Run, model: nn.Module, batches: Sequence[Batch]) -> None:
 
 
 def plain_loop(case: Case, world_size: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
-    """Train with the plain single-process loop on the same micro-batches.
-
-    Return the model, and its parameters after each step.
-    """
+    """Train with the plain loop. Return the model, and its parameters after each step."""
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters() if case.groups is None else case.groups(model), lr=LEARNING_RATE)
     case.built(model)
@@ -212,11 +195,7 @@ def train(case: Case, model: nn.Module, optimizer: ZeroOptimizer, step: int) -> 
 
 
 def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Tensor]]) -> None:
-    """Train on one rank.
-
-    After every step, assert that it has the plain loop's bits and that no unit is gathered; after `close`, that the
-    model is a plain one.
-    """
+    """Train on one rank: after every step it has the plain loop's bits, and no unit is gathered."""
     model, optimizer = sharded(case, transport)
     for step in range(case.steps):
         train(case, model, optimizer, step)
@@ -238,10 +217,7 @@ def manager_of(optimizer: ZeroOptimizer) -> UnitManager:
 
 
 def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bool = False) -> None:
-    """Assert that all units are resharded and all parameters released.
-
-    No unit may be held or under way. Unless the case ``lends``, no other object may hold a buffer.
-    """
+    """Assert that all units are resharded. Unless the case lends, no other object may hold a buffer."""
     manager = manager_of(optimizer)
     for unit in manager.units:
         assert (unit.installed, unit.held) == (False, False), unit
@@ -255,7 +231,6 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
 
 
 def externally_held(manager: UnitManager) -> list[str]:
-    """Return the names of the parameters whose memory is still held outside the library."""
     buffers = [
         buffer
         for unit in manager.units

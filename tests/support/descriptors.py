@@ -8,12 +8,7 @@ import os
 
 
 def opened() -> set[tuple[int, int, int]]:
-    """Return the open descriptors as (number, device, inode), after garbage of earlier tests has been collected.
-
-    Compare two results in one direction only: a descriptor of the later set that the earlier set lacks was left open,
-    even if its number was used before. A descriptor that is missing later means nothing: garbage of an earlier test may
-    go at any time.
-    """
+    """Return the open descriptors as (number, device, inode), after a collection of garbage."""
     gc.collect()
     return listed()
 

@@ -29,7 +29,6 @@ DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch requires it for 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Use deterministic algorithms, which also fill uninitialized memory with NaN."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -49,10 +48,7 @@ def deterministic_products() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes whose models are on one device.
-
-    For a GPU they are spawned: a fork of a process that may have used CUDA cannot use it.
-    """
+    """Processes whose models are on one device. For a GPU they are spawned."""
 
     device: str
     pool: GlooPool
@@ -81,5 +77,4 @@ class OnDevice(Processes):
 
 
 def on(device: str, batches: Sequence[Any]) -> list[Any]:
-    """Return micro-batches of `models.odd_batches` on a device."""
     return [(tokens.to(device), extra) for tokens, extra in batches]

@@ -24,10 +24,7 @@ def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
 
 
 def assert_in_order(words: str, message: str) -> None:
-    """Assert that parts of a message are in it, one behind another. ``words``: with " … " between them.
-
-    The words "nothing" stand for a call without an error, as in `error_of`.
-    """
+    """Assert that a message has all parts of ``words``, in order, with " … " between them. "nothing": no error."""
     assert words, "any message has no words"
     assert (message == "nothing") is (words == "nothing"), f"{words!r} is not in {message!r}"
     place = 0
@@ -37,7 +34,6 @@ def assert_in_order(words: str, message: str) -> None:
 
 
 def errors_on(world_size: int, program: Callable[[Transport], Any]) -> list[str]:
-    """Return the error of a program on each rank, as text."""
     return on_threads(world_size, lambda transport: error_of(program, transport), timeout=BOUND)
 
 
@@ -52,7 +48,6 @@ def warned() -> Iterator[list[str]]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return True if the optimizer left nothing on a model."""
     hooks: list[Any] = [h for part in model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
     hooks += [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks, p._backward_hooks)]
     ours = [hook for some in hooks for hook in (some or {}).values() if hook.__module__.startswith("zero.")]

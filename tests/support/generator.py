@@ -5,8 +5,6 @@ of `torch.random.fork_rng` that builds something, from whose numbers another ran
 may free a tensor and switch to another thread. If that thread calls the generator, it waits for the generator's lock
 and keeps the interpreter's, for which the first thread waits: the process hangs, and handles no signal (torch 2.13).
 In a rank's own process, and in a plain loop, only one thread calls the generator.
-
-Knows: the functions of torch that call the default generator. Does not know: ranks.
 """
 
 from __future__ import annotations

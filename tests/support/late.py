@@ -8,35 +8,77 @@ A rank may send what lies in the output of a receive by messages: the peer answe
 If an output is read too early, its NaN reaches the result. If an input or an output is written too early, the wait
 raises an `AssertionError` with the rank, the operation and the tag. NCCL may read and write at any moment between the
 two. On one stream there are no other races.
-
-Knows: a backend's tensors, and the tag in its callers' frames. Does not know: algorithms or optimizers.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from collectives import Loopback, Tag, Transport
-from collectives.backend import Pending
+from collectives import Collective, Loopback, Tag, Transport
+from collectives.backend import Backend, Pending
 from collectives.backends.gloo import _Collective, _UnderWay
 from collectives.backends.threads import ThreadBackend, _World
 from collectives.messages import describe
+from collectives.topology import _fold_by_nccl
 
-from .carried import plain_sum
+from .carried import CPU, equal_hosts, plain_sum
 
 T = TypeVar("T")
 POISON = 255
+OF_TWO = ("pass to", "take from")  # begin the names of what two ranks do
 SLOT, PASSED = -1, -2  # of collectives, and of tensors that are passed on; transports use slots from 0 on
 NOTHING = torch.empty(0, dtype=torch.uint8)
-_MAKING = threading.Lock()  # of parts
+MAKING = threading.Lock()  # of parts
+Parts = Mapping[int, Tensor]  # by rank
+Sizes = Mapping[int, int]
+Combined = Callable[[Sequence[Tensor]], Tensor]
+
+
+class Exchanging(Backend):
+    """A backend whose collectives are exchanges of parts of tensors."""
+
+    has_collectives = True
+
+    def exchange(
+        self, name: str, out: Tensor, source: Tensor, parts: Parts, sizes: Sizes, combined: Combined = torch.cat
+    ) -> Pending:
+        """Send ``parts`` of ``source``, and receive ``sizes`` elements from each rank, of which ``out`` is made."""
+        raise NotImplementedError
+
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Pending:
+        arriving, leaving = splits or ([source.numel() // self.world_size] * self.world_size,) * 2
+        parts = dict(enumerate(torch.split(source, leaving)))
+        return self.exchange("all_to_all", out, source, parts, dict(enumerate(arriving)))
+
+    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
+        ranks = range(self.world_size)
+        sizes = dict.fromkeys(ranks, source.numel())
+        return self.exchange("all_gather", out, source, dict.fromkeys(ranks, source), sizes)
+
+    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
+        parts = dict(enumerate(source.chunk(self.world_size)))
+        sizes = dict.fromkeys(parts, out.numel())
+        return self.exchange("reduce_scatter", out, source, parts, sizes, partial(plain_sum, None, dtype=out.dtype))
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        if self.rank != source:
+            return self.exchange("broadcast", tensor, NOTHING, {}, {source: tensor.numel()})
+        peers = {rank: tensor for rank in range(self.world_size) if rank != source}
+        return self.exchange("broadcast", NOTHING, tensor, peers, {})
+
+    def pass_to(self, tensor: Tensor, to: int) -> Pending:
+        return self.exchange(f"pass to rank {to}", NOTHING, tensor, {to: tensor}, {})
+
+    def take_from(self, tensor: Tensor, source: int) -> Pending:
+        return self.exchange(f"take from rank {source}", tensor, NOTHING, {}, {source: tensor.numel()})
 
 
 class LateTransfer:
@@ -56,10 +98,7 @@ class LateTransfer:
         arrived: Callable[[], Tensor],
         held: Tensor | None = None,
     ) -> None:
-        """``sides``: the messages of the transfer.
-
-        ``arrived``: returns the bytes for ``out``, once all messages are complete.
-        """
+        """``sides``: the messages of the transfer, behind which ``arrived`` returns the bytes for ``out``."""
         self.what = f"rank {backend.rank}: {name} in {_tag_of_the_caller()}"
         self._backend, self._sides, self._arrived, self._held = backend, sides, arrived, held
         self._source, self._out = backend.bytes_of(source), backend.bytes_of(out)
@@ -101,14 +140,14 @@ class _NoStreams(_UnderWay):
         return
 
 
-class LateBackend(ThreadBackend):
+class LateBackend(Exchanging, ThreadBackend):
     """Messages between threads, and the collectives that `GlooBackend` has."""
 
     name = "late"
-    has_collectives = True
+    has_parts = True
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
-        super().__init__(world, rank, world_size, timeout)
+        ThreadBackend.__init__(self, world, rank, world_size, timeout)
         self.launched = set[LateTransfer]()  # collectives before their wait
         self.most_launched = 0
         self._receives = WeakSet[LateTransfer]()  # by messages
@@ -133,86 +172,45 @@ class LateBackend(ThreadBackend):
     def device_backend(self, device: torch.device) -> str:
         return self.name
 
-    @property
-    def has_parts(self) -> bool:
-        return True
-
     def part(self, parts: Sequence[Sequence[int]]) -> LateBackend:
         mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
-        with _MAKING:
+        with MAKING:
             world = vars(self._world).setdefault("parts", {}).setdefault(mine, _World(None))
         made = type(self)(world, mine.index(self.rank), len(mine), self.timeout)
         made.launched = self.launched
         return made
 
-    def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        if self.rank != source:
-            return self._taken("broadcast", tensor, source, SLOT)
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        sides = [ThreadBackend.send(self, tensor.clone(), to, SLOT) for to in peers]
-        return self._one_way("broadcast", tensor, NOTHING, sides, NOTHING)
-
-    def pass_to(self, tensor: Tensor, to: int) -> Pending:
-        side = ThreadBackend.send(self, tensor.clone(), to, PASSED)
-        return self._one_way(f"pass to rank {to}", tensor, NOTHING, [side], NOTHING)
-
-    def take_from(self, tensor: Tensor, source: int) -> Pending:
-        return self._taken(f"take from rank {source}", tensor, source, PASSED)
-
-    def _taken(self, name: str, tensor: Tensor, source: int, slot: int) -> Pending:
-        there = torch.empty_like(tensor)
-        side = ThreadBackend.recv(self, there, source, slot)
-        return self._one_way(name, NOTHING, tensor, [side], there)
-
-    def _one_way(self, name: str, source: Tensor, out: Tensor, sides: Sequence[Pending], there: Tensor) -> Pending:
-        transfer = LateTransfer(self, name, source, out, sides, lambda: there)
-        self.launched.add(transfer)
-        return _Collective(transfer, _NoStreams(), source if source.numel() else out)
-
-    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Pending:
-        even = [source.numel() // self.world_size] * self.world_size
-        sizes, parts = splits or (even, even)
-        return self._collective("all_to_all", out, source, torch.split(source, parts), sizes, torch.cat)
-
-    def all_gather(self, out: Tensor, source: Tensor) -> Pending:
-        sizes = [source.numel()] * self.world_size
-        return self._collective("all_gather", out, source, [source] * self.world_size, sizes, torch.cat)
-
-    def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
-        sizes, parts = [out.numel()] * self.world_size, source.chunk(self.world_size)
-        return self._collective("reduce_scatter", out, source, parts, sizes, partial(plain_sum, None, dtype=out.dtype))
-
-    def _collective(
-        self,
-        name: str,
-        out: Tensor,
-        source: Tensor,
-        parts: Sequence[Tensor],
-        sizes: Sequence[int],
-        combined: Callable[[list[Tensor]], Tensor],
+    def exchange(
+        self, name: str, out: Tensor, source: Tensor, parts: Parts, sizes: Sizes, combined: Combined = torch.cat
     ) -> Pending:
-        """Launch a collective: send ``parts[rank]`` to each rank, and receive ``sizes[rank]`` elements from each.
-
-        ``combined`` makes the output from the received parts.
-        """
-        there = [part.clone() if n == self.rank else part.new_empty(sizes[n]) for n, part in enumerate(parts)]
-        peers = [rank for rank in range(self.world_size) if rank != self.rank]
-        sides = [ThreadBackend.send(self, parts[to].clone(), to, SLOT) for to in peers]
-        sides += [ThreadBackend.recv(self, there[rank], rank, SLOT) for rank in peers]
-        transfer = LateTransfer(self, name, source, out, sides, lambda: combined(there))
+        slot, own = PASSED if name.startswith(OF_TWO) else SLOT, self.rank
+        there = {rank: parts[own].clone() if rank == own else out.new_empty(size) for rank, size in sizes.items()}
+        sides = [ThreadBackend.send(self, part.clone(), to, slot) for to, part in parts.items() if to != own]
+        sides += [ThreadBackend.recv(self, part, rank, slot) for rank, part in there.items() if rank != own]
+        arrived = [*there.values()]
+        transfer = LateTransfer(self, name, source, out, sides, lambda: combined(arrived) if arrived else NOTHING)
         self.launched.add(transfer)
         self.most_launched = max(self.most_launched, len(self.launched))
         return _Collective(transfer, _NoStreams(), out, source)
 
 
-class LateLoopback(Loopback[T]):
-    """A group of threads with `LateBackend`."""
+class Threads(Loopback[T]):
+    """A group of threads, with backends that ``make`` returns for a world and a rank."""
 
-    def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
+    def __init__(self, world_size: int, make: Callable[[Any, int], Backend], world: _World | None = None) -> None:
         super().__init__(world_size)
-        self._world = _World(None)  # the transports of `Loopback` already listen in the world that it made
-        self.backends = [LateBackend(self._world, rank, world_size, timeout) for rank in range(world_size)]
+        self._world = world or _World(None)  # the transports of `Loopback` already listen in the world that it made
+        self.backends: list[Any] = [make(self._world, rank) for rank in range(world_size)]
         self.transports = [Transport(backend) for backend in self.backends]
+
+
+class LateLoopback(Threads[T]):
+    def __init__(self, world_size: int, *, timeout: float = 30.0) -> None:
+        super().__init__(world_size, lambda world, rank: LateBackend(world, rank, world_size, timeout))
+
+
+def folded_by_groups(transport: Transport, hosts: int = 2) -> Collective:
+    return _fold_by_nccl(transport, equal_hosts(transport, hosts), CPU)
 
 
 def on_late_threads(world_size: int, program: Callable[[Transport], T]) -> list[T]:

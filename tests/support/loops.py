@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +25,7 @@ SchedulerOf = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRSched
 
 
 def blocks_of(text: str) -> dict[str, str]:
-    """Return the Python block below each heading.
-
-    A heading has one block at most, and tests refer to a block by its heading.
-    """
+    """Return the Python block below each heading, of which there is one at most."""
     blocks: dict[str, str] = {}
     heading = ""
     for found in re.finditer(r"^```python\n(.*?)^```$|^#+ ([^\n]*)$", text, flags=re.MULTILINE | re.DOTALL):
@@ -42,11 +41,8 @@ BLOCKS = blocks_of("\n".join(page.read_text() for page in sorted((ROOT / "zero" 
 
 
 def code_of(heading: str) -> Any:
-    """Compile a block. An error in it names the heading."""
     return compile(BLOCKS[heading], f"recipe {heading!r}", "exec")
 
-
-# -- inputs of the blocks ----------------------------------------------------------------------------------------------
 
 WIDTH, CLASSES, SAMPLES = 6, 3, 4
 
@@ -60,8 +56,6 @@ def two_layers() -> nn.Module:
 
 
 class TextOrImage(nn.Module):
-    """Two towers, of which a micro-batch reaches one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.text = nn.Linear(WIDTH, 16)
@@ -94,11 +88,7 @@ class Halves(nn.Module):
 
 
 def with_norm_and_head() -> nn.Module:
-    model = nn.Sequential()
-    model.add_module("first", nn.Linear(WIDTH, 16))
-    model.add_module("norm", nn.LayerNorm(16))
-    model.add_module("head", nn.Linear(16, CLASSES))
-    return model
+    return nn.Sequential(OrderedDict(first=nn.Linear(WIDTH, 16), norm=nn.LayerNorm(16), head=nn.Linear(16, CLASSES)))
 
 
 def with_batch_norm() -> nn.Module:
@@ -106,8 +96,6 @@ def with_batch_norm() -> nn.Module:
 
 
 class WithExperts(nn.Module):
-    """Experts in one tensor, and fused projections."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.randn(3, 16, WIDTH) / 4)
@@ -130,10 +118,7 @@ class Block(nn.Module):
 
 
 class Conditioned(nn.Module):
-    """Blocks that share a condition.
-
-    At stage 3, compiling the whole model is another case than compiling each block.
-    """
+    """Blocks that share a condition: compiling the whole model is another case than compiling each block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +134,6 @@ class Conditioned(nn.Module):
 
 
 def even(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches of one size."""
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(SAMPLES, WIDTH, generator=generator), torch.randn(SAMPLES, CLASSES, generator=generator))
@@ -158,18 +142,13 @@ def even(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def uneven(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches of several sizes."""
     return [(x[: 1 + j % SAMPLES], y[: 1 + j % SAMPLES]) for j, (x, y) in enumerate(even(count))]
 
 
 def text_and_images(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Return micro-batches for `TextOrImage`, texts and images in turn."""
     generator = torch.Generator().manual_seed(2)
     images = [torch.randn(SAMPLES, 1, 2, 2, generator=generator) for _ in range(count)]
     return [(images[j] if j % 2 else x, y) for j, (x, y) in enumerate(even(count))]
-
-
-# -- plain loops -------------------------------------------------------------------------------------------------------
 
 
 def mean_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -213,20 +192,16 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
-class ResettingAdamW(torch.optim.AdamW):
-    """Forgets the states of its first two parameters before its third step."""
-
-    taken = 0
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"][:2] if self.taken == 2 else ():
-            del self.state[parameter]
-        self.taken += 1
-        return super().step(closure)
-
-
 def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return ResettingAdamW(parameters, lr=1e-2)
+    """Return an optimizer that forgets the states of its first two parameters before its third step."""
+    optimizer, taken = adamw(parameters), itertools.count()
+
+    def forget(*_: Any) -> None:
+        for parameter in parameters[:2] if next(taken) == 2 else ():
+            del optimizer.state[parameter]
+
+    optimizer.register_step_pre_hook(forget)
+    return optimizer
 
 
 def schedule_free(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -240,7 +215,6 @@ def schedule_free(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 
 def mask_eight_rows(loop: PlainRanks) -> None:
-    """Mask eight rows of the gradients of the first two parameters."""
     for parameter in loop.held[:2]:
         assert parameter.grad is not None
         parameter.grad[:8] = 0.0
@@ -293,11 +267,7 @@ def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class PlainLoop:
-    """A training loop in one process: ``together`` micro-batches in turn, one division, clip, step.
-
-    ``divisor``: the divisor of the gradients, given these micro-batches. ``scale``: the initial scale of a
-    `GradScaler`.
-    """
+    """A training loop in one process: ``together`` micro-batches in turn, one division, clip, step."""
 
     loss_of: LossOf = mean_loss
     together: int = 2

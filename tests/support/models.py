@@ -21,11 +21,7 @@ def seeded(seed: int, build: Callable[[], Model]) -> Model:
 
 
 class Odd(nn.Module):
-    """A model with all kinds of parameters.
-
-    They are tied, frozen, unused, sometimes used, zero-element, scalar, prime-sized, transposed and channels-last. At
-    stage 3 the model has three units: one is used twice, and one is never used.
-    """
+    """Parameters of all kinds. At stage 3 there are three units: one is used twice, and one is never used."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, width: int = 7) -> None:
         super().__init__()

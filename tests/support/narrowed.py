@@ -34,7 +34,6 @@ def precision_of(given: Any, name: str, module: nn.Module) -> Any:
 
 
 def sum_dtypes(model: nn.Module, precision: Any) -> dict[Tensor, torch.dtype]:
-    """Return the dtype in which the gradient of each parameter is added up. ``precision`` None: the parameter's own."""
     found = {parameter: parameter.dtype for parameter in model.parameters()}
     for name, module in reversed(list(model.named_modules())) if precision is not None else ():
         own = precision_of(precision, name, module)
@@ -44,7 +43,6 @@ def sum_dtypes(model: nn.Module, precision: Any) -> dict[Tensor, torch.dtype]:
 
 
 def cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return a value with its floating-point tensors cast."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if is_dataclass(value) and not isinstance(value, type):
@@ -130,7 +128,6 @@ class Narrowed:
         return self.wide(index, gradient.to(self.dtypes[index][0]))
 
     def wide(self, index: int, gradient: Tensor) -> Tensor:
-        """Return a gradient in the dtype in which gradients are added up."""
         return gradient.to(self.dtypes[index][1])
 
     def contributed(self, index: int, before: Tensor | None, gradient: Tensor, *, travels: bool) -> Tensor:
@@ -157,7 +154,6 @@ class Narrowed:
             wide.detach().copy_(followed)
 
     def exchange(self, optimizer: Any, mode: str) -> None:
-        """Call an optimizer's ``train()`` or ``eval()``, by name."""
         self.follow()
         getattr(optimizer, mode)()
         for p, wide in zip(self.parameters, self.updated, strict=True) if self.is_mixed else ():
@@ -181,7 +177,6 @@ class Narrowed:
                     p.data.copy_(wide.detach())
 
     def _round(self, optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
-        """Step, and round what is in bf16. A scaler may skip the step."""
         gradients = {wide: held.grad for wide, held in zip(self.updated, self.held, strict=True)}
         own_step = optimizer.step
 
@@ -203,6 +198,5 @@ class Narrowed:
                 p.data.copy_(wide.detach())
 
     def show(self, gradients: Sequence[Tensor | None]) -> None:
-        """Set the mean gradients, or None, as the ``grad`` that a loop clips."""
         for held, gradient in zip(self.held, gradients, strict=True):
             held.grad = gradient

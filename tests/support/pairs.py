@@ -13,11 +13,7 @@ _TRIES = 12  # rows that compete for a place
 
 
 def pair_rows(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Return rows such that each two values of two settings meet in one of them, the same rows every time.
-
-    ``allowed``: whether a row makes sense. The first value of a setting should go with most others: a pair whose rows
-    make no sense, even with the first values of many other settings, is left out.
-    """
+    """Return rows, always the same, in which each two values of two settings meet, if an allowed row has them."""
     source, order = random.Random(0), {name: number for number, name in enumerate(settings)}
     missing = {
         ((a, i), (b, j))

@@ -7,5 +7,4 @@ from zero.parts import Parts
 
 
 def parts_of(optimizer: ZeroOptimizer) -> Parts:
-    """Return an optimizer's parts."""
     return optimizer._engine.parts

@@ -18,7 +18,6 @@ from zero import clip_grad_norm_
 
 from .narrowed import Narrowed
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[int, Tensor]  # by the parameter's index
 Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
@@ -26,25 +25,20 @@ Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 def plain_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_of: LossFunction,
+    loss_of: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
     divisor: float,
     max_norm: float | None = None,
-    norm_type: float = 2.0,
-) -> Tensor | None:
-    """Run micro-batches in turn, one division, clip and step. Return the norm; gradients stay."""
+) -> None:
+    """Run micro-batches in turn, one division, clip and step; gradients stay."""
     for batch in batches:
-        loss = loss_of(model, batch)
-        if loss.requires_grad:
-            loss.backward()
+        loss_of(model, batch).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(divisor)
-    norm = None
     if max_norm is not None:
-        norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
+        clip_grad_norm_(model.parameters(), max_norm)
     optimizer.step()
-    return norm
 
 
 class PlainRanks:
@@ -65,10 +59,7 @@ class PlainRanks:
         divisor: float | None = None,
         rounding: Any = None,
     ) -> None:
-        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights.
-
-        ``precision``, ``rounding``: what `zero.ZeroOptimizer` takes as ``mixed_precision`` and ``rounding``.
-        """
+        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights."""
         self.model, self.world_size = model, world_size
         self.numbers = Narrowed(model, precision, rounding)
         self.held = self.numbers.held  # what a loop clips
@@ -89,7 +80,6 @@ class PlainRanks:
         self.replaced: dict[int, Tensor | None] = {}
 
     def backward(self, rank: int, backward: Callable[[], object], sync: bool = True) -> None:
-        """Run one backward of a rank, outside `no_sync` if ``sync``."""
         shown = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -106,7 +96,6 @@ class PlainRanks:
             self.local[rank] = {}
 
     def meet(self) -> None:
-        """Let the ranks that are behind catch up."""
         longest = max(map(len, self.rounds))
         for rank, of_rank in enumerate(self.rounds):
             while len(of_rank) < longest:
@@ -114,7 +103,6 @@ class PlainRanks:
                 self.local[rank] = {}
 
     def sums(self) -> Gradients:
-        """Return the sum of all contributions."""
         total = dict(self.before)
         for round_ in [*zip(*self.rounds, strict=True), self.local]:
             for contribution in round_:
@@ -133,7 +121,6 @@ class PlainRanks:
         self.numbers.show([total[index].clone().div_(self.divisor) if index in total else None for index in places])
 
     def replace(self, index: int, gradient: Tensor | None) -> None:
-        """Replace a mean gradient, as ``p.grad = gradient`` does."""
         self.settle()
         self.replaced[index] = gradient
         self.numbers.held[index].grad = None if gradient is None else gradient.clone()
@@ -147,7 +134,6 @@ class PlainRanks:
         self.numbers.step(self.optimizer, scaler)
 
     def clear(self, how: Clear = "zero_grad") -> None:
-        """Clear the gradients in one of the ways that a loop has."""
         self.meet()
         held = {**self.sums(), **self.replaced} if "zeros" in how else {}
         clear(self.model, self.optimizer, how)
@@ -155,7 +141,6 @@ class PlainRanks:
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
-    """Clear the gradients in one of the ways that a loop has."""
     if how == "none":
         for parameter in model.parameters():
             parameter.grad = None
@@ -165,7 +150,6 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> Non
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """Return a tensor as bytes, so that a comparison respects -0.0 and NaN."""
     dense = tensor.detach().cpu().contiguous()
     return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
 
@@ -183,7 +167,6 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Assert that two torch.optim dicts hold the same states, bit for bit."""
     assert_same_value(ours["state"], theirs["state"], "states")
 
 
@@ -220,5 +203,4 @@ def assert_same_value(mine: Any, other: Any, what: str, *, any_nan: bool = False
 
 
 def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:
-    """Return the micro-batches of a rank: j goes to rank j mod world_size."""
     return batches[rank::world_size]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
 import os
 import time
 import traceback
@@ -23,12 +22,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from .ports import reserved_port
+from .processes import Group
 
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3), (1,), (2,), (3,), (0, 2), (2, 3))  # and all
 GROUP_TIMEOUT = 60.0 if torch.cuda.is_available() else 20.0  # seconds; a first program also makes CUDA contexts
-IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
 
 
@@ -47,19 +45,18 @@ class ProgramError(Exception):
         self.errors = errors
 
 
-def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1"
-    )
+def _serve(rank: int, pipe: Connection, port: int, case: tuple[str, int]) -> None:
+    backend, size = case
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1")
     if "nccl" in backend:  # which refuses two ranks of one host on one GPU: it takes each for a host
         os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
     faulthandler.enable()  # a process that torch ends says where
-    torch.set_num_threads(1)
     if backend == WITHOUT_GLOO:
         register_unmoving()
-    dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT))
+    store, limit = dist.TCPStore("127.0.0.1", port, None, is_master=False), timedelta(seconds=GROUP_TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     known = dict.fromkeys((*GROUPS, tuple(range(size))))
-    MADE.update({ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in known})
+    MADE.update({ranks: dist.new_group(ranks, timeout=limit) for ranks in known})
     pipe.send("ready")
     while True:
         try:
@@ -91,37 +88,29 @@ class GlooPool:
     def __init__(
         self, start_method: Literal["forkserver", "spawn"] = "forkserver", backend: str = "gloo", size: int = SIZE
     ) -> None:
-        """``size``: the number of processes, at least 4."""
-        self._backend, self._size = backend, size
-        self._context: Any = multiprocessing.get_context(start_method)
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
+        self._start_method, self._backend, self._size = start_method, backend, size
+        self._group: Group | None = None
 
     def run(
         self, program: Callable[..., Any], *arguments: Any, ranks: Sequence[int] = (0, 1), limit: float = 60
     ) -> Any:
-        """Run ``program`` on ``ranks``.
-
-        Return the results in group order, or raise `ProgramError` if any rank raised.
-        """
-        if not self._processes:
-            self._start()
+        """Run ``program`` on ``ranks``. Return the results in their order, or raise `ProgramError`."""
         chosen = tuple(ranks)
-        for rank in chosen:
-            self._pipes[rank].send((program.__module__, program.__name__, chosen, arguments))
         results: dict[int, Any] = {}
         errors: dict[int, tuple[str, str, str]] = {}
-        end = time.monotonic() + limit
-        for rank in chosen:
-            if not self._pipes[rank].poll(max(0.0, end - time.monotonic())):
-                self.stop()
-                raise TimeoutError(f"rank {rank} did not answer within {limit} s")
-            try:
-                kind, value = self._pipes[rank].recv()
-            except EOFError:
-                self.stop()
-                raise RuntimeError(f"the process of rank {rank} died") from None
-            (results if kind == "result" else errors)[rank] = value
+        try:
+            group = self._started()
+            for rank in chosen:
+                group.pipes[rank].send((program.__module__, program.__name__, chosen, arguments))
+            end = time.monotonic() + limit
+            for rank in chosen:
+                kind, value = group.hear(rank, max(0.0, end - time.monotonic()))
+                (results if kind == "result" else errors)[rank] = value
+        except (TimeoutError, EOFError) as error:
+            self.stop()
+            if isinstance(error, TimeoutError):
+                raise
+            raise RuntimeError("a process of the pool died") from None
         if errors:
             if any("no answer from rank" in message for _, message, _ in errors.values()):
                 self.stop()  # gloo closes a group's connections when a time limit passes
@@ -130,42 +119,18 @@ class GlooPool:
         return [results[rank] for rank in chosen]
 
     def stop(self) -> None:
-        """Close the pipes, upon which the processes return. Kill one that does not."""
-        for pipe in self._pipes:
-            pipe.close()
-        end = time.monotonic() + PATIENCE
-        for process in self._processes:
-            process.join(max(0.0, end - time.monotonic()))
-            process.kill()
-            process.join()
-        self._pipes, self._processes = [], []
+        if self._group is not None:
+            self._group.end(PATIENCE)
+        self._group = None
 
-    def _start(self) -> None:
-        self._context.set_forkserver_preload(IMPORTS)
-        with reserved_port() as port:
+    def _started(self) -> Group:
+        if self._group is None:
+            self._group = Group(_serve, self._size, (self._backend, self._size), self._start_method)
             for rank in range(self._size):
-                ours, theirs = self._context.Pipe()
-                process = self._context.Process(
-                    target=_serve, args=(rank, port, theirs, self._backend, self._size), daemon=True
-                )
-                process.start()
-                theirs.close()
-                self._pipes.append(ours)
-                self._processes.append(process)
-            for pipe in self._pipes:
-                if not pipe.poll(120):
-                    self.stop()
-                    raise TimeoutError("the pool of processes did not start")
-                try:
-                    pipe.recv()
-                except EOFError:
-                    self.stop()  # the next program starts them anew
-                    raise RuntimeError("a process of the pool died at its start") from None
+                self._group.hear(rank, 120)
+        return self._group
 
 
 def stop_forkserver() -> None:
-    """Stop the process from which the pools fork, and wait for its end.
-
-    By itself it would end only after this process, too late for a measurement of coverage.
-    """
+    """End the process from which the pools fork: after this one it would end too late for a measurement of coverage."""
     forkserver._forkserver._stop()  # type: ignore[attr-defined]

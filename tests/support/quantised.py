@@ -107,7 +107,6 @@ class QLora(nn.Module):
         return found
 
     def bases(self) -> dict[str, Tensor]:
-        """Return the replicated parameters, by name."""
         return {f"blocks.{number}.weight": block.weight for number, block in enumerate(self.blocks)}  # type: ignore[misc]
 
 
@@ -117,7 +116,6 @@ def qlora(*kinds: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any
 
 
 def inside(tensor: Tensor) -> list[Tensor]:
-    """Return the ordinary tensors of which a parameter consists."""
     if isinstance(tensor, Quantised):
         return [tensor.whole, tensor.scale]
     return [tensor.detach().resolve_conj()]

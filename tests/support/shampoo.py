@@ -50,46 +50,33 @@ class Shampoo(torch.optim.Optimizer):
 
 
 class Rotated(Shampoo):
-    """Steps the momentum in the eigenbasis of the preconditioners, divided by roots, as SOAP does.
+    """Steps the momentum in the eigenbasis of its products, scaled by place, as SOAP does.
 
-    It keeps the eigenvectors in the memory order in which `torch.linalg.eigh` makes them, column-major, for ``every``
+    It keeps the eigenvectors in the memory order in which `torch.linalg.eigh` makes them, column-major, for three
     steps: in a list, a tuple and a dict, of a square parameter in a state of the parameter's shape, and once expanded.
     Each column is turned by itself, since products with one vector have other last bits in another memory order.
     """
 
-    def __init__(self, params: Any, lr: float = 0.05, every: int = 3) -> None:
-        super().__init__(params, lr)
-        self.every = every
-
     def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["step"] = 0
-            state["momentum"] = torch.zeros_like(parameter)
-            state["factors"] = [torch.zeros(size, size, device=parameter.device) for size in parameter.shape]
-        state["momentum"].mul_(group["momentum"]).add_(gradient)
-        for dimension, factor in enumerate(state["factors"]):
-            rows = _rows(gradient.float(), dimension)
-            factor.add_(rows @ rows.t())
-        if state["step"] % self.every == 0:
-            found = [torch.linalg.eigh(factor.nan_to_num(0.0, 1e9, -1e9)) for factor in state["factors"]]
-            state["roots"] = [values.clamp_min(1e-3).pow(-0.5 / max(1, len(found))) for values, _ in found]
-            state["bases"] = [vectors for _, vectors in found]
-            state["again"] = ({"bases": tuple(vectors for _, vectors in found)},)
-            state["first"] = found[0][1] if found else torch.ones(())
+            state["step"], state["momentum"] = 0, torch.zeros_like(parameter)
+        update = state["momentum"].mul_(group["momentum"]).add_(gradient).float()
+        if state["step"] % 3 == 0:
+            sides = [_rows(update, dimension).nan_to_num(0.0, 1e9, -1e9) for dimension in range(update.dim())]
+            bases = [torch.linalg.eigh(rows @ rows.t())[1] for rows in sides]
+            state["bases"], state["again"] = bases, ({"bases": tuple(bases)},)
+            state["first"] = bases[0] if bases else torch.ones(())
             state["one"] = torch.ones(1, device=parameter.device).expand(3, 4)
         state["step"] += 1
-        update = state["momentum"].float()
-        for dimension, root in enumerate(state["roots"]):
-            basis = state["first"] if dimension == 0 else state["bases"][dimension]
-            back = state["again"][0]["bases"][dimension]
+        for dimension, back in enumerate(state["again"][0]["bases"]):
+            basis = state["bases"][dimension] if dimension else state["first"]
+            scale = torch.arange(1.0, len(basis) + 1) / len(basis)
             turned = update.transpose(0, dimension)
-            columns = _rows(update, dimension).unbind(1)
-            columns = [back @ (root * (basis.t() @ column)) for column in columns]
+            columns = [back @ (scale * (basis.t() @ column)) for column in _rows(update, dimension).unbind(1)]
             update = torch.stack(columns, 1).view(turned.shape).transpose(0, dimension)
         parameter.sub_((group["lr"] * state["one"].sum() / 12 * update).to(parameter.dtype))
 
 
 def _rows(tensor: Tensor, dimension: int) -> Tensor:
-    """Return a tensor as a matrix with a row for each place of a dimension."""
     return tensor.transpose(0, dimension).flatten(1) if tensor.dim() > 1 else tensor[:, None]

@@ -1,7 +1,4 @@
-"""Ranks of one process whose bytes travel as between processes: through real sockets and real shared memory.
-
-Knows: how backends are connected, and by what the ranks of a host find each other. Does not know: what is sent.
-"""
+"""Ranks of one process whose bytes travel as between processes: through real sockets and real shared memory."""
 
 from __future__ import annotations
 
@@ -43,7 +40,6 @@ def leave(backend: SharedMemoryBackend) -> None:
 
 
 def meet(transport: Transport) -> SharedMemoryBackend:
-    """Connect the ranks of a transport, as ranks of one host do."""
     listener = HostListener(transport.world_size)
     try:
         backend = join(transport, listener, exchange_infos(transport, listener))
@@ -61,7 +57,6 @@ def routed(transport: Transport, hosts: Sequence[Sequence[int]]) -> Transport:
 
 
 def on_sockets(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
-    """Run ``program`` as `collectives.on_threads` does, through sockets and shared memory."""
     return Loopback[T](world_size, timeout=timeout).run(lambda transport: program(Transport(meet(transport))))
 
 
@@ -73,10 +68,8 @@ class Wire(Backend):
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self.rank, self.world_size, self.timeout = backend.rank, backend.world_size, backend.timeout
-        self.sent = 0  # bytes
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
-        self.sent += tensor.numel()
         return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
@@ -84,7 +77,6 @@ class Wire(Backend):
 
 
 def on_wires(world_size: int, program: Callable[[Transport], T], *, timeout: float = 20.0) -> list[T]:
-    """Run ``program`` as `collectives.on_threads` does, on ranks that share no memory."""
     group = Loopback[T](world_size, timeout=timeout)
     return group.run(lambda transport: program(Transport(Wire(transport.backend))))
 
@@ -115,8 +107,6 @@ def works(collective: Collective) -> str:
 
 
 def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], str]:
-    """Return a program that makes an algorithm and returns its name, or the error."""
-
     def program(transport: Transport) -> str:
         try:
             return works(make(transport))

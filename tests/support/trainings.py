@@ -43,8 +43,6 @@ class Counting(torch.optim.SGD):
 
 
 class Two(TwoVectors):
-    """`TwoVectors` whose gradient of ``a`` follows from its values, too."""
-
     def forward(self, scale: float, use_a: bool = True) -> Tensor:
         loss = super().forward(scale, use_a=False)
         return loss + (self.a * scale).square().sum() if use_a else loss

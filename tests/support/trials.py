@@ -52,5 +52,4 @@ def remember(patch: pytest.MonkeyPatch) -> None:
 
 
 def forget(patch: pytest.MonkeyPatch) -> None:
-    """Let every trial run, as if none was remembered."""
     patch.setattr(Trial, "run", Trial.run.__wrapped__)  # type: ignore[attr-defined]

@@ -75,8 +75,6 @@ class Averaged(torch.optim.Optimizer):
 
 
 class Centred(ScheduleFree):
-    """In eval mode it subtracts the mean of a whole parameter."""
-
     def eval(self) -> None:
         for p, state in self.state.items():
             if self.param_groups[0]["train_mode"]:

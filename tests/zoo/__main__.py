@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
     from ..support.processor import spare_matrix_unit
     from . import forked
-    from .bug import bugs
+    from .live import bugs
 
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Run the bugs; each must be caught.")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="some bugs")
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = "stale" if verdict.outcome == "stale" else "caught" if verdict.caught else "NOT CAUGHT"
         print(f"{name:<56} {said} ({verdict.seconds:.1f} s)", flush=True)
 
-    trials = [forked.Trial(each.name, ("tests.zoo.bug:apply", each.name), (each.killer,)) for each in chosen]
+    trials = [forked.Trial(each.name, ("tests.zoo.live:make", each.name), (each.killer,)) for each in chosen]
     files = sorted({f"tests/{each.killer.partition('::')[0]}" for each in chosen})
     status = forked.run(trials, [file for file in files if os.path.exists(file)], show, jobs=options.jobs)
     stale = [verdict for verdict in verdicts.values() if verdict.outcome == "stale"]

@@ -1,7 +1,5 @@
 """Runs tests on mutants: one process collects the tests, and each mutant runs some of them in a fork of it.
 
-Knows: pytest, processes and time limits. Does not know: what a mutant changes.
-
 A fork changes live functions, runs its tests one after another until one fails, and ends. The first time that a test
 kills a mutant it also runs in a fork that changes nothing, where it must pass. A hang counts if a test's own limit ends
 it; `FORK_LIMIT` ends a fork that no test ends, which is no kill.
@@ -36,33 +34,24 @@ FORK_LIMIT = 300  # seconds for the tests of one mutant, should no limit of a te
 
 @dataclass(frozen=True)
 class Trial:
-    """A mutant and tests for it.
-
-    ``change``: the arguments of `live.apply`, or None for a trial of the tests themselves. ``tests``: node ids below
-    ``tests/``; one without a case means each case.
-    """
+    """A mutant and tests for it."""
 
     name: str
-    change: tuple[str, Any] | None
-    tests: tuple[str, ...]
+    change: tuple[str, Any] | None  # the arguments of `live.apply`; None for a trial of the tests themselves
+    tests: tuple[str, ...]  # node ids below ``tests/``; one without a case means each case
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of a trial.
-
-    ``outcome``: "failed" if a test has, "passed" if all have, "stale" if the change does not fit the code, "late" if
-    the fork had to be ended, "died" if it ended otherwise. ``test``: the one that failed; ``crash``: it did not catch
-    anything (`judge`); ``error``: its error, or why there is no test. ``entered``: whether wrong code ran.
-    """
+    """The outcome of a trial."""
 
     trial: Trial
-    outcome: str
-    test: str = ""
-    crash: bool = False
+    outcome: str  # "failed", "passed", "stale"; "late" if the fork had to be ended, "died" if it ended otherwise
+    test: str = ""  # that failed
+    crash: bool = False  # it did not catch anything (`judge`)
     error: str = ""
     seconds: float = 0.0
-    entered: bool = False
+    entered: bool = False  # wrong code ran
 
     @property
     def caught(self) -> bool:
@@ -77,10 +66,7 @@ def run(
     jobs: int = 2,
     limit: float = FORK_LIMIT,
 ) -> int:
-    """Run the trials, call ``each`` with every verdict, and return pytest's exit status.
-
-    ``files``: what pytest collects. ``limit``: seconds for one trial.
-    """
+    """Run the trials, call ``each`` with every verdict, and return pytest's exit status."""
     forks = _Forks(trials, each, jobs, limit)
     options = ["-q", "-s", "-n=0", "-m=", "-pno:cacheprovider", "--disable-warnings", f"--timeout={TEST_LIMIT}"]
     return int(pytest.main([*options, *files], plugins=[forks]))
@@ -164,7 +150,6 @@ class _Forks:
         return ours, _Fork(trial, process, folder, time.monotonic())
 
     def _run(self, trial: Trial, folder: Path) -> NoReturn:
-        """Run a trial, in a fork."""
         try:
             os.setsid()
             nothing = os.open(os.devnull, os.O_RDWR)
@@ -199,7 +184,6 @@ class _Forks:
             yield from cases
 
     def _tell(self, **facts: Any) -> None:
-        """Tell the parent how this fork ends, and end it."""
         os.write(self._pipe, json.dumps(facts).encode())
         os._exit(0)
 

@@ -1,10 +1,8 @@
 """Whether an error of a test has caught a bug.
 
-Knows: exceptions and their tracebacks. Does not know: bugs, or how a verdict is used.
-
-    caught        a test's own assertion, a documented error (`ValueError`, `TypeError` or `RuntimeError` by a ``raise``
-                  of the library), a time limit
-    not caught    a crash: another error of Python or of torch, the library's own ``assert``
+caught        a test's own assertion, a documented error (`ValueError`, `TypeError` or `RuntimeError` by a ``raise``
+              of the library), a time limit
+not caught    a crash: another error of Python or of torch, the library's own ``assert``
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Wrong code on live functions: all that refer to a function run it from then on, in this process.
 
-Knows: functions, their code and its syntax tree. Does not know: which bugs there are, or how tests run.
-
 A function's ``__code__`` is replaced, so that it does not matter who has imported the function, or what was decorated
 with it. The new code notes that it was entered.
 """
@@ -9,6 +7,7 @@ with it. The new code notes that it was entered.
 from __future__ import annotations
 
 import ast
+import csv
 import functools
 import gc
 import importlib
@@ -17,6 +16,7 @@ import json
 import mmap
 import os
 import pkgutil
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,10 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CARRIED = "TESTS_MUTANT"  # for spawned processes: a function, as "module:name", and its argument
 NOTED = "TESTS_MUTANT_ENTERED"  # a file of one byte, which is 1 once wrong code was entered
 _NOTE = "__mutant_entered__"
+TABLE = Path(__file__).with_name("zoo.csv")
 
 
 class StaleError(Exception):
-    """A change does not fit the code any more."""
+    pass
 
 
 def function_at(place: str) -> FunctionType:
@@ -66,10 +67,7 @@ def rewrite(place: str, before: str, after: str) -> None:
 
 
 def compile_into_live_functions(tree: ast.Module, file: str, changed: list[ast.FunctionDef]) -> None:
-    """Give the functions of a file the code of a changed tree.
-
-    ``changed``: the definition that was changed, and those around it, from the outermost one.
-    """
+    """Give the functions of a file the code of a changed tree. ``changed``: a definition, behind those around it."""
     body = changed[-1].body
     body.insert(ast.get_docstring(changed[-1]) is not None, *ast.parse(f"{_NOTE}[0] = 1").body)
     codes = _by_key(compile(ast.fix_missing_locations(tree), file, "exec"))
@@ -107,7 +105,6 @@ def apply_what_is_carried() -> None:
 
 
 def parsed(file: str) -> ast.Module:
-    """Return the syntax tree of a file."""
     return ast.parse(Path(file).read_text(), file)
 
 
@@ -124,3 +121,27 @@ def _by_key(code: CodeType) -> dict[tuple[str, int], CodeType]:
     for each in _inner(code):
         found.update(_by_key(each))
     return found
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug that some library had, or could have: a row of the table."""
+
+    name: str
+    published: str  # links to reports, or the library in whose source it was read
+    seam: str  # the dotted name of the function that is wrong
+    before: str  # text of the function
+    after: str  # what stands there instead
+    killer: str  # the test that must fail, below ``tests/``
+    wrong: str  # the consequence
+
+
+def bugs() -> dict[str, Bug]:
+    with TABLE.open(newline="") as file:
+        return {row["name"]: Bug(**row) for row in csv.DictReader(file)}
+
+
+def make(name: str) -> None:
+    """Make the bug of this name in the live functions of this process. Raises `StaleError` if it does not fit."""
+    made = bugs()[name]
+    rewrite(made.seam, made.before, made.after)

@@ -52,7 +52,6 @@ def test_so_they_do_with_other_limits_and_if_it_holds_the_store(case: Case) -> N
 
 @pytest.mark.parametrize("what", LATE)
 def test_a_late_rank_changes_no_bit(what: str) -> None:
-    """It is late by three limits, or its thread holds the interpreter for 12 seconds."""
     run_late(replace(CASE, what=what, limit=3.0 if what == "holds" else 0.5))
 
 
@@ -93,8 +92,6 @@ def test_an_abort_that_hangs_ends_the_process_with_the_verdict(abort: int, wait:
     assert "step() [meet, round 0, index 0]; the abort of its collectives has not returned" in ended.stderr
 
 
-# -- deaths ------------------------------------------------------------------------------------------------------------
-
 KINDS = ["reduce_scatter", "all_gather", "exchange", "meet", "broadcast"]
 CASES = [
     *(Death("shared", kind, 3, 1, stays=True) for kind in KINDS[::2]),
@@ -107,7 +104,6 @@ CASES = [
     Death("ring", "reduce_scatter", 3, 0, End.RAISED),
     Death("all_to_all", "reduce_scatter", 3, 1, End.RAISED),
     Death("shared", "reduce_scatter", 3, 2, End.STOPPED, limit=3.0, stays=True),
-    Death("pairwise", "exchange", 3, 2, End.STOPPED, limit=3.0, stays=True),
     Death("hierarchical", "all_gather", 4, 0, End.STOPPED, limit=3.0, stays=True),
 ]
 
@@ -118,8 +114,6 @@ CASES = [
 def test_every_other_rank_names_the_rank_that_is_gone_and_the_collective(case: Death) -> None:
     run_death(case)
 
-
-# -- sums between hosts ------------------------------------------------------------------------------------------------
 
 STEPS = (Step((Round(), Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
 WAYS = [(collective, stage, hosts) for collective, stage in (("fold", 1), ("auto", 0), ("auto", 2), ("auto", 3))

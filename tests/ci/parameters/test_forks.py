@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
+import os
+import select
+import signal
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +22,6 @@ from collectives.backends.shared_memory import PeerProcess
 
 from ...parameters.odd import Run, plain
 from ...support.errors import error_of
-from ...support.forks import said_by_a_child
 from ...support.models import odd_loss
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
@@ -48,6 +51,26 @@ COLLECTIVES: dict[str, Callable[[Run], Any]] = {
     "exchange of bytes": lambda run: run.optimizer.exchange(b"x"),
     "close": lambda run: run.optimizer.close(),
 }
+
+
+def said_by_a_child(action: Callable[[], Any]) -> Any:
+    """Run an action in a fork of this process. Return its result, after a round trip through JSON, or its error."""
+    read, write = os.pipe()
+    process = os.fork()
+    if not process:
+        try:
+            os.write(write, json.dumps(action()).encode())
+        except BaseException as error:
+            os.write(write, json.dumps(f"{type(error).__name__}: {error}").encode())
+        finally:
+            os._exit(0)  # an ordinary exit would wait for gloo's threads, which do not exist in a fork
+    os.close(write)
+    if not select.select([read], [], [], 15.0)[0]:
+        os.kill(process, signal.SIGKILL)
+    with os.fdopen(read, "rb") as pipe:
+        data = pipe.read()
+    os.waitpid(process, 0)
+    return json.loads(data or b'"the child hung, or died"')
 
 
 def assert_child_is_refused(run: Run, stage: int, kept: Any) -> None:

@@ -1,13 +1,12 @@
-"""Groups of processes that run a program of a rank each, over a store, and send what they see through a pipe.
-
-Knows: how a group of processes is started, heard and ended. Does not know: what ranks do.
-"""
+"""Groups of processes that run a program of a rank each, over a store, and send what they see through a pipe."""
 
 from __future__ import annotations
 
 import multiprocessing
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ class Group:
     Each calls ``program`` with its rank, its end of a pipe, the port of a store, and the case.
     """
 
-    def __init__(self, program: Callable[..., None], ranks: int, case: Any) -> None:
+    def __init__(self, program: Callable[..., None], ranks: int, case: Any, start_method: str = "forkserver") -> None:
         self.case = case
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([program.__module__, "torch._dynamo"])
+        context: Any = multiprocessing.get_context(start_method)
+        context.set_forkserver_preload([program.__module__, "torch._dynamo"])  # the first optimizer imports the second
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
@@ -41,7 +40,7 @@ class Group:
     def hear(self, rank: int, limit: float = PATIENCE) -> Any:
         """Return what a rank sends next. Raises `EOFError` if it has ended."""
         if not self.pipes[rank].poll(limit):
-            raise AssertionError(f"{self.case}: rank {rank} hangs")
+            raise TimeoutError(f"{self.case}: rank {rank} hangs")
         return self.pipes[rank].recv()
 
     def end(self, patience: float = PATIENCE) -> list[int | None]:
@@ -61,3 +60,13 @@ class Group:
 def _on_one_thread(program: Callable[..., None], *arguments: Any) -> None:
     torch.set_num_threads(1)
     program(*arguments)
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Give a port that the system gives to no other process inside the block, and on which a store may listen: both
+    sockets say that they share the address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", 0))
+        yield probe.getsockname()[1]
