@@ -9,9 +9,9 @@ from torch import nn
 
 from zero import ZeroOptimizer
 
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import plain_step
-from ..support.programs import locked_build
 
 STEPS = 3
 

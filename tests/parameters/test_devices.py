@@ -26,11 +26,12 @@ from zero.runtime.streams import Streams
 from zero.step.throwaway import Setting
 from zero.step.trial import placed
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.errors import error_of
-from ..support.narrowed import PRECISIONS
+from ..support.machine.run import run
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
-from ..support.programs import Program, compare, run_rank
 from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
@@ -200,13 +201,8 @@ def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
 
 @pytest.mark.usefixtures("accelerated")
 def test_slots_and_shards_of_an_accelerator_change_nothing_but_the_padding() -> None:
-    """Several parameters in a bucket, and several buckets."""
-    programs = (
-        Program(2, 3, "shampoo", bucket_cap_mb=0.005),
-        Program(3, 2, "adamw fused", bucket_cap_mb=0.005, precision=PRECISIONS["bf16"]),
-    )
-    for program in programs:
-        compare(program, on_threads(program.world_size, lambda transport, of=program: run_rank(of, transport)))
+    run(config_with({"stage": 3, "world_size": 2, "optimizer": "shampoo"}), *steps(2))
+    run(config_with({"stage": 2, "optimizer": "adamw fused", "precision": "bf16", "world_size": 3}), *steps(2))
 
 
 def test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four() -> None:
