@@ -229,25 +229,25 @@ WAITS: dict[str, Callable[[Transport], Any]] = {
 @pytest.mark.law("errors")
 @pytest.mark.parametrize("wait", WAITS)
 def test_an_abort_reaches_every_peer_with_its_reason(wait: str) -> None:
-    for world_size, reason in ((2, "a" + "é" * 5000), (4, "the disk is full")):
+    reason = "a" + "é" * 5000
 
-        def program(transport: Transport, reason: str = reason) -> None:
-            if transport.rank == 1:
-                transport.abort(reason)
-            else:
-                WAITS[wait](transport)
+    def program(transport: Transport) -> None:
+        if transport.rank == 1:
+            transport.abort(reason)
+        else:
+            WAITS[wait](transport)
 
-        group = Loopback[Any](world_size, timeout=PATIENT)
-        with at_once():
-            errors = each(group, program)
-        for rank in set(range(world_size)) - {1}:
-            assert isinstance(errors[rank], PeerError), errors[rank]
-            assert "rank 1 failed" in str(errors[rank])
-            assert reason[:2000] in str(errors[rank])
-        for closed_by, again in itertools.product(group.transports, WAITS.values()):
-            with pytest.raises(CollectiveError, match=r"this communicator is closed.*build a new") as closed:
-                again(closed_by)
-            assert reason[:2000] in str(closed.value)
+    group = Loopback[Any](3, timeout=PATIENT)
+    with at_once():
+        errors = each(group, program)
+    for rank in (0, 2):
+        assert isinstance(errors[rank], PeerError), errors[rank]
+        assert "rank 1 failed" in str(errors[rank])
+        assert reason[:2000] in str(errors[rank])
+    for closed_by, again in itertools.product(group.transports, WAITS.values()):
+        with pytest.raises(CollectiveError, match=r"this communicator is closed.*build a new") as closed:
+            again(closed_by)
+        assert reason[:2000] in str(closed.value)
 
 
 BEGINNING = [
