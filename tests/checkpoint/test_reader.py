@@ -83,9 +83,9 @@ def test_a_models_tensors_and_the_plain_dict_of_the_optimizer_load_strictly(trai
     found = checkpoint.model_state_dict()
     in_order = [entry.name for file in checkpoint.paths("model") for entry in checkpoint.header(file).tensors]
     assert in_order == [name for name in model.state_dict() if name != "head.weight"]
-    for file in checkpoint.paths("model"):
-        sizes = [entry.nbytes for entry in checkpoint.header(file).tensors]
-        assert sum(sizes) <= MOST or len([nbytes for nbytes in sizes if nbytes]) == 1
+    sizes = [[e.nbytes for e in checkpoint.header(file).tensors if e.nbytes] for file in checkpoint.paths("model")]
+    assert all(sum(of_file) <= MOST or len(of_file) == 1 for of_file in sizes)
+    assert all(sum(one) + another[0] > MOST for one, another in itertools.pairwise(sizes)), "it had room"
     assert found["head.weight"] is found["embed.weight"]
     again = Odd()
     again.load_state_dict(found, strict=True)

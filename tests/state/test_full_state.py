@@ -18,7 +18,7 @@ from ..support.errors import error_of
 from ..support.models import Odd, odd_batches, odd_loss
 from ..support.models import build as locked_build
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_bits, assert_same_value
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.quantised import inside, qlora
 from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side
@@ -203,6 +203,19 @@ def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, s
         return values(average)
 
     same(loop, world_size, stage)
+
+
+@pytest.mark.parametrize("stage", rows([3], [0]))
+def test_an_optimizer_that_is_built_and_closed_in_inference_mode_leaves_a_plain_model(stage: int) -> None:
+    model, expected = locked_build(0), locked_build(0)
+    with torch.inference_mode(), torch.device("meta"):
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=solo())
+        ShardedAverage(optimizer).update_parameters()
+        optimizer.close()
+    for each in (model, expected):
+        odd_loss(each, odd_batches(1)[0]).backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same_model(model, expected)
 
 
 @pytest.mark.parametrize("stage", rows([1], [3]))
