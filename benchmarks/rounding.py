@@ -4,7 +4,7 @@
 
 All three are plain loops in one process, over the same model, batches and AdamW. The model computes in fp32, with
 weights that are numbers of bf16. So the loops differ only in what they keep, and in how they round. The ranks of a
-`ZeroOptimizer` have the same bits (tests/step/test_programs.py).
+`ZeroOptimizer` have the same bits (tests/laws/test_bits.py).
 
 Knows: the three loops. Does not know: ranks, time.
 """

@@ -24,6 +24,25 @@ OF_CALLS = {
     "optimizer.full_grad('last.bias')": "TypeError: 'last.bias' is no parameter: give the tensor",
     "optimizer.gathered('last.bias')": "TypeError: gathered() takes parameters, as module.parameters … not a str",
     "optimizer.reset_states(model)": "TypeError: reset_states() takes parameters, … not a Tree",
+    **{
+        f"MixedPrecision({dtypes})": f"TypeError: … {name} must be one of"
+        for name, dtypes in {
+            "param_dtype": "torch.float64",
+            "reduce_dtype": "torch.bfloat16, reduce_dtype=torch.int8",
+            "output_dtype": "torch.bfloat16, output_dtype=torch.float64",
+        }.items()
+    },
+    **{  # with two 16-bit dtypes each part would be rounded twice
+        f"MixedPrecision({dtype}, accumulate_dtype=torch.bfloat16)": (
+            f"ValueError: … accumulate_dtype torch.bfloat16 must be {dtype}, in which … or wid"
+        )
+        for dtype in ("torch.float32", "torch.float16")
+    },
+    **{
+        f"register_forward_method(model.first, {name!r})": f"ValueError: … Linear has no method {name!r}"
+        for name in ("nothing", "weight", "in_features", "", 3)
+    },
+    "register_forward_method('first', 'forward')": "TypeError: … a module is needed, not 'first'",
     "optimizer.exchange('text')": "TypeError: rank … exchange() sends bytes, not a str: .encode() makes some",
     "save('nowhere', model)": "TypeError: a ZeroOptimizer is needed, whose states are saved, not a Tree",
     "optimizer.load_state_dict(None)": "ValueError: a torch.optim state dict is needed, with 'state' and",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from ..support.machine import program as p
 from ..support.machine.classes import BY_PARAMETER, CLASSES
 from ..support.two_modes import Centred
-from .record import Dial, Moment, Refused
+from .record import Dial, Differs, Moment, Refused
 
 USE = 'leave out partition=, or use "par'
 
@@ -26,6 +27,11 @@ class OddState(torch.optim.SGD):
 
 def matrix() -> nn.Module:
     return nn.Linear(8, 8, bias=False)
+
+
+def stack(*rows: int) -> Any:
+    """Return a param group of a matrix that is a stack of others."""
+    return [{"params": [("qkv", nn.Parameter(torch.ones(32, 16)))], "blocks": list(rows)}]
 
 
 def by_element(cls: type[torch.optim.Optimizer], words: str) -> Refused:
@@ -95,6 +101,9 @@ DIALS = (
             by_element(torch.optim.Muon, f"Muon is not element-wise: … {USE}"),
             by_element(Centred, "Centred is not element-wise: … (after eval())"),
             by_element(OddState, "OddState is not … its state 'history' has shape (2, 2)"),
+        ],
+        differs=[
+            Differs({}, {}, "[32, 16] … stack [(16, 16), (16, 16)]", partial(stack, 16, 8, 8), partial(stack, 16, 16))
         ],
     ),
     Dial(

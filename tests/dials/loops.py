@@ -32,8 +32,12 @@ def steps(count: int, seed: int = 50) -> list[Command]:
 
 def clears(how: p.Clear) -> Sequence[Command]:
     """Return steps, of which one is followed by a backward that is dropped, as that of an adversary is."""
+    held = [p.Backward(7, mask=1, sync=False), p.Clip(INFINITY), p.Freeze(None), p.ZeroGrad(how), p.Freeze(None)]
     dropped = [p.Backward(5, mask=1), p.Clip(0.5), p.Step(), p.Dropped(6, -1, True, how)]
-    return [*step(1, clear=how), *step(2, clear=how, last=False), *dropped, *step(3, clear=how), *step(4)]
+    return [
+        *(*step(1, clear=how), *step(2, clear=how, last=False), *dropped),
+        *(*step(3, clear=how), *held, *step(4), *step(6)),
+    ]
 
 
 OFF = p.Backward(9, sync=False)
@@ -91,6 +95,14 @@ READS = (  # of the gradient of `p`, the first parameter
     "torch.optim.SGD([p], lr=0.1, foreach=False).step()",
     "torch.optim.SGD([p], lr=0.1, foreach=True).step()",
 )
+LOOKS = {  # a sharded gradient looks like the gradient
+    **{
+        f"1 / (model.parts[8].of[0].turned.grad.{of} == model.parts[8].of[0].turned.{of})": "nothing"
+        for of in ("shape", "stride()", "dtype", "device")
+    },
+    "1 / (\"gradient of 'first.weight'\" in repr(p.grad))": "nothing",
+}
+SOMETIMES = "model.parts[7].of[0].inner"  # which rank 1 alone uses
 ERROR = "ZeroDivisionError"
 FAILS = {  # on all ranks, in the user's code
     "in_backward(lambda: 1 // 0)": ERROR,
@@ -269,18 +281,19 @@ DIALS = (
             "norms": [*step(1, p.Clip(0.3, 1.0), p.Clip(0.2, 3.0)), *step(2, p.Clip(0.3, INFINITY), p.Clip(INFINITY))],
             "no sync": [
                 *(OFF, *step(1), OFF, p.Backward(2, sync=False), p.Step(), p.ZeroGrad(), *step(3, OFF)),
-                *(p.Backward(4), OFF, p.Backward(5), OFF, p.Clip(0.1), p.Step(), p.ZeroGrad()),
+                *(p.Backward(4, mask=0, sync=False), p.Backward(5), OFF, p.Backward(6), OFF),
+                *(p.Clip(0.1), p.Step(), p.ZeroGrad()),
             ],
             "uneven": [
                 *(p.Uneven(1, (2, 0, 1)), p.Clip(0.5), p.Step(), p.ZeroGrad()),
                 *(p.Uneven(2, (0, 1, 3)), p.Uneven(3, (1, 0), sync=False), p.Step(), p.ZeroGrad(), *step(4)),
             ],
-            "joined": [p.Joined(1, (2, 0, 1, 1)), *step(5), p.Joined(6, (1, 3))],
+            "joined": [p.Joined(1, (2, 0, 1, 1)), *step(5), p.Joined(6, (1, 3), sets=True)],
             "freezes": [*step(1), p.Freeze((2, 9)), *step(2), p.Freeze((9, 3)), *step(3), p.Freeze((3,)), *step(4)],
             "divisors": [p.Divide(7.5), *step(1), p.Divide(3), *step(2), *step(3)],
             "scaled": [
-                *(p.Scaled(1), p.Scaled(2, overflow=1), p.Scaled(3, 3.0), *step(4)),
-                *(p.Scaled(5, unscale=False), p.Scaled(6, 8.0, overflow=0, unscale=False), *step(7)),
+                *(p.Scaled(1), p.Scaled(2, overflow=1), p.Scaled(3, 3.0, sets=True), *step(4)),
+                *(p.Scaled(5, unscale=False), p.Scaled(6, 8.0, overflow=0, unscale=False, further=True), *step(7)),
                 *(p.Scaled(8, overflow=0, beside="also"), *step(9)),
             ],
             "kept": [p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())],
@@ -289,7 +302,7 @@ DIALS = (
                 *step(2, p.Fail(3)),
                 p.Fail(4, in_block=True),
                 *step(5),
-                p.FailToAdd("class"),
+                *(p.FailToAdd(why) for why in ("precision", "twice", "class", "class, rank 0")),
                 *step(6),
             ],
             "evaluates": [
@@ -309,9 +322,13 @@ DIALS = (
                 *(p.SetGrad(2, 3), p.Clip(0.1), p.Step(), p.ZeroGrad("zeros"), p.Divide(7.5)),
                 *step(3, p.SetGrad(3, 9)),
             ],
-            "several": [p.Backward(1, "two losses"), *step(2), p.Backward(3, "retained"), *step(4), *step(5)],
+            "several": [
+                *(p.Backward(1, "two losses"), *step(2), p.Backward(3, "retained"), *step(4)),
+                *(p.Backward(5, "with a graph"), *step(6), *step(7)),
+            ],
+            "an option adds a state": [*step(1), p.Change(0, "momentum", 0.5), *step(2), *step(3)],
             "losses": [p.Backward(1, "autocast"), *step(2), p.Backward(3, "penalised"), *step(4), *step(5)],
-            **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none")},
+            **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none", "another's zeros")},
         },
         needs=lambda row: row["loop"] != "uneven" or row["stage"] != "3",  # where all ranks run the same number
         moments=[
@@ -359,7 +376,10 @@ DIALS = (
                 [*steps(1), p.Consolidate(1), p.Backward(3), p.Step(look=False), p.ZeroGrad()],
                 stages=(1, 2, 3),
             ),
-            Moment(dict.fromkeys(READS, READ), after=[p.ZeroGrad()], stages=(1, 2)),
+            Moment(dict.fromkeys(READS, READ) | LOOKS, after=[p.ZeroGrad()], stages=(1, 2)),
+            Moment(
+                {f"1 / ({SOMETIMES}.grad is not None)": "nothing"}, [p.Backward(1, mask=4)], [p.ZeroGrad()], (0, 1, 2)
+            ),
             Moment(FAILS, [], [p.ZeroGrad()]),
             Moment(
                 {"optimizer.full_grad(p)": "full_grad of 'first.weight': … no_sync(), or the zeros of zero_grad"},
@@ -385,6 +405,13 @@ DIALS = (
                     ALONE,
                 )
                 for stage, (name, call) in enumerate(ASSIGNED.items())
+            ),
+            Moment({"model.to('cpu').float()": "nothing"}, after=[p.Clip(0.5), p.Step(), p.ZeroGrad()]),
+            Moment(  # a rank that has caught up shows what the others added
+                {"1 / p.grad.equal(optimizer.full_grad(p))": "nothing"},
+                [p.Uneven(1, (1, 0))],
+                [p.FullGrad(0), p.Step(), p.ZeroGrad()],
+                (0,),
             ),
             Moment(SET_FULL_GRAD, after=[p.FullGrad(0), p.Step(), p.ZeroGrad()]),
             Moment(IN_JOIN, [], [p.ZeroGrad()], (0, 1, 2)),

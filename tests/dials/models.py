@@ -65,10 +65,45 @@ def result() -> list[Any]:
     return [("p", found)]
 
 
-def sharing() -> nn.Module:
-    model = nn.Linear(3, 3)
-    model.twin = nn.Parameter(model.weight.detach())
+def beside(place: str, held: Callable[[Tensor], Tensor] = lambda memory: memory) -> nn.Sequential:
+    """Return two layers. The second has memory of the first one's weight, as a buffer or a parameter."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    other = held(model[0].weight.data)
+    if place == "buffer":
+        model[1].register_buffer("other", other, persistent=False)
+    else:
+        model[1].other = nn.Parameter(other, requires_grad=place == "trained")
     return model
+
+
+def shared(stage: int, model: nn.Module, listed: Callable[[Any], Any] = lambda model: model, **more: Any) -> Refused:
+    return Refused({"stage": stage, "module": model, **more}, SHARE, lambda: listed(model))
+
+
+def first(model: Any) -> Any:
+    return model[0].parameters()
+
+
+def frozen_first(model: Any) -> Any:
+    """Freeze the listed one, which would not follow the other."""
+    model[0].weight.requires_grad_(False)
+    return model[0].parameters()
+
+
+SHARE = (
+    "'0.weight' and '1.other' share memory but are different parameters or buffers: tie them by using one parameter in "
+    "both places, or give one of them its own memory with .clone()"
+)
+STRIPES = beside("trained", lambda memory: memory[:, ::2])
+COLUMN = beside("buffer", lambda memory: memory[:, 1:2].expand(4, 3))
+SHARES = [
+    shared(2, beside("buffer", lambda memory: memory[0])),
+    shared(3, beside("frozen"), lambda model: [q for q in model.parameters() if q.requires_grad]),
+    shared(0, beside("trained"), first),
+    shared(1, beside("trained"), frozen_first),
+    shared(3, STRIPES, ignored=[STRIPES[1]]),
+    shared(2, COLUMN, ignored=[COLUMN[1]]),
+]
 
 
 def made_in_inference_mode(name: str) -> nn.Module:
@@ -146,7 +181,7 @@ DIALS = (
             Refused({}, "'more0' is torch.complex128 … or freeze", of(torch.zeros(3).to(torch.complex128))),
             Refused({}, "'more0' is torch.float8_e4m3fn … or freeze", of(torch.zeros(3).to(torch.float8_e4m3fn))),
             Refused({}, "'more0' overlaps itself in memory … clone", of(torch.zeros(1, 4).expand(5, 4))),
-            Refused({}, "share memory but are different parameters", sharing),
+            *SHARES,
             Refused({}, "ValueError: can't optimize a non-leaf Tensor", lambda: [WEIGHT * 2]),
             Refused({}, "ValueError: … 'p' is the result of a computation", result),
             Refused({"module": MODEL}, "ValueError: … two different modules"),
@@ -188,6 +223,7 @@ DIALS = (
                 with_a_buffer,
                 lambda: nn.Linear(3, 3),
             ),
+            Differs({}, {}, SHARE, partial(beside, "buffer", Tensor.clone), partial(beside, "buffer")),
         ],
         moments=[
             Moment(
@@ -204,10 +240,16 @@ DIALS = (
             ),
             Moment(
                 {
+                    f"(rank and model.last.register_buffer('other', {FURTHER}.data[:1], persistent=False), "
+                    f"optimizer.add_param_group({{'params': [{FURTHER}]}}))": "share memory but are different",
+                    "rank and delattr(model.last, 'other')": "nothing",
+                    "optimizer.add_param_group({'params': [torch.nn.Parameter(p.data[1:])]})": (
+                        "'first.weight' and 'parameter … share memory but are different parameters"
+                    ),
                     f"(rank and setattr({FURTHER}, 'grad', torch.ones_like({FURTHER})), "
                     f"optimizer.add_param_group({{'params': [{FURTHER}]}}))": (
                         "add_param_group: … has a gradient already … set p.grad = None"
-                    )
+                    ),
                 },
                 [],
                 [p.ZeroGrad("module")],

@@ -11,9 +11,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zero import MixedPrecision, StochasticRounding
 
 from ..support.by_module import BY_MODULE, KEEP
+from ..support.machine.program import ZeroGrad
+from ..support.machine.trees import Part
 from ..support.narrowed import PRECISIONS
 from ..support.two_modes import TWO_MODES
-from .record import Dial, Differs, Refused
+from .record import ODD, Dial, Differs, Moment, Refused
 
 ROUNDING = StochasticRounding(7)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -73,6 +75,8 @@ DIALS = (
             **{name: {"precision": name} for name in (*PRECISIONS, *BY_MODULE) if name != "outputs alone"},
             "in fp64": {"dtype": "float64"},
             "in bf16": {"dtype": "bfloat16"},
+            "bf16, made in bf16": {"precision": "bf16", "dtype": "bfloat16"},
+            "of two dtypes": {"parts": (*ODD, Part("linear", 3, dtype="float64"))},
         },
         # numbers of other classes become infinite in 16 bits
         needs=lambda row: row["class"] in ("adamw", "adamw fused", "sgd momentum", "averaged"),
@@ -136,5 +140,17 @@ DIALS = (
             Refused({"rounding": 7}, "must be a zero.StochasticRounding, not 7", narrow),
         ],
         differs=[Differs({"rounding": StochasticRounding(0)}, {"rounding": StochasticRounding(1)}, SEEDS, narrow)],
+        moments=[
+            Moment(
+                {
+                    "[optimizer.param_groups[0].update(rounding_steps=rank), optimizer.step()]": (
+                        "option 'rounding_steps' of the param groups differs between rank 0 and"
+                    ),
+                    "optimizer.param_groups[0].pop('rounding_steps')": "nothing",
+                },
+                after=[ZeroGrad()],
+                changes={"dtype": "bfloat16", "rounded": True},
+            )
+        ],
     ),
 )

@@ -15,6 +15,7 @@ from zero import Offload
 
 from ..support.machine.program import Backward, ZeroGrad
 from ..support.machine.ranks import OFFLOADS
+from ..support.quantised import Packed
 from .record import Dial, Differs, Moment, Refused
 
 EDIT = "[within(optimizer.gathered(), lambda: model.parts[0].inner.data.mul_(2)), optimizer.step()]"
@@ -82,7 +83,7 @@ def with_held(held: torch.Tensor) -> nn.Module:
 
 
 def wrapped() -> nn.Module:
-    return with_held(TwoTensor(torch.ones(3), torch.ones(3)))
+    return with_held(two(1.0))
 
 
 def imaginary() -> nn.Module:
@@ -95,6 +96,32 @@ def in_fp8() -> nn.Module:
 
 def frozen() -> nn.Module:
     return nn.ParameterList([nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)])
+
+
+def two(number: float) -> torch.Tensor:
+    return TwoTensor(torch.ones(3), torch.full((3,), number))
+
+
+def with_frozen(held: torch.Tensor) -> nn.Module:
+    made = nn.Linear(3, 3)
+    made.held = held if isinstance(held, nn.Parameter) else nn.Parameter(held, requires_grad=False)
+    return made
+
+
+def with_buffer(held: torch.Tensor) -> nn.Module:
+    made = nn.Linear(3, 3)
+    made.register_buffer("held", held)
+    return made
+
+
+def apart(stage: int, held: Callable[[float], torch.Tensor], hold: Callable[..., nn.Module] = with_frozen) -> Differs:
+    """Return ranks whose frozen parameter has other values, which cannot be copied."""
+    words = (
+        "not the same on every rank: 'held' (first between rank 0 and rank 1) … is not copied from rank 0: load or "
+        "quantise the same weights on every rank"
+    )
+    given = {"stage": stage}
+    return Differs(given, given, words, lambda: hold(held(1.0)), lambda: hold(held(2.0)))
 
 
 FREEZE = "freeze it with requires_grad_(False) before the optimizer is built"
@@ -168,9 +195,7 @@ DIALS = (
         ],
     ),
     Dial(
-        name="memory",
-        values={"each rank's": {}, "of one host": {"host": True}},
-        needs=lambda row: row["stage"] == "3",
+        name="memory", values={"each rank's": {}, "of one host": {"host": True}}, needs=lambda row: row["stage"] == "3"
     ),
     Dial(name="built", values={"with values": {}, "on meta": {"meta": True}}, refused=META),
     Dial(
@@ -181,6 +206,12 @@ DIALS = (
             Refused({"stage": 2}, f"'held' is torch.complex64, and only real parameters … {FREEZE}", imaginary),
             Refused({"stage": 3}, f"'held' is torch.float8_e5m2: train one of … {FREEZE}", in_fp8),
             Refused({"stage": 3}, "no listed parameter can be trained: all are frozen", frozen),
+        ],
+        differs=[
+            apart(2, two),
+            apart(3, two, with_buffer),
+            apart(3, lambda number: TwoTensor(two(1.0), two(number))),
+            apart(2, lambda number: Packed(torch.full((3,), number), requires_grad=False)),
         ],
         moments=[
             Moment(

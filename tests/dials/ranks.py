@@ -32,10 +32,7 @@ DIALS = (
         refused=[Refused({"stage": stage}, "stage must be one of [0, 1, 2, 3]") for stage in (4, -1, "2", True, None)],
         differs=[Differs({"stage": 1}, {"stage": 2}, APART)],
     ),
-    Dial(
-        name="ranks",
-        values={f"{ranks}": {"world_size": ranks} for ranks in (3, 1, 2, 4, 6, 8)},
-    ),
+    Dial(name="ranks", values={f"{ranks}": {"world_size": ranks} for ranks in (3, 1, 2, 4, 6, 8)}),
     Dial(
         name="bucket_cap_mb",
         values={f"{cap}": {"bucket_cap_mb": cap} for cap in (0.0005, 1e-6, 25.0, "auto")},

@@ -70,6 +70,7 @@ IN_A_FORWARD, IN_A_BACKWARD = (
 BESIDE = "optimizer.gathered(model.parts[0].bias, write=True)"
 LATER = {  # what is told by a step, wherever values are read
     edited("rank == 0", "optimizer.step()"): f"rank 0: {EDITED}",
+    edited("rank == 0", "optimizer.clip_grad_norm_(1.0), optimizer.step()"): f"rank 0: {EDITED}",
     edited("rank < 2", "optimizer.step()", BESIDE): EDITED,
     IN_A_FORWARD: EDITED,
     VIEW: "'parts.0.inner' was edited while it was released",
@@ -82,13 +83,39 @@ EDITS = LATER | {
     edited("rank == 1", "optimizer.check_replicas()"): f"rank 1: {EDITED}",
     IN_A_BACKWARD: EDITED,
 }
+USES = (  # of a parameter outside of its unit
+    "p + 1",
+    "float(model.parts[3].scale)",
+    "p.numpy()",
+    "p.data.mul_(2)",
+    "torch.autograd.grad(p, p, torch.ones(4, 3))",
+    "torch.autograd.backward(torch.ones(4, 3, requires_grad=True), p, inputs=[p])",
+    "p.expand_as(p)",
+)
+PUTS = ("setattr(p, 'data', torch.ones(4, 3))", "torch.nn.utils.vector_to_parameters(torch.ones(12), [p])")
+PRINTED = "<Parameter 'first.weight', released (values inside optimizer.gathered()): shape (4, 3), torch.float32, cpu"
+ANSWERS = (  # the true ones, to questions that need no value: a false one is a ZeroDivisionError
+    f'1 / repr(p).startswith("{PRINTED}")',
+    "1 / (p.to(torch.float32) is p)",
+    "1 / (type(torch.autograd.graph.get_gradient_edge(p).node).__name__ == 'AccumulateGrad')",
+    "1 / (model.to(torch.float32) is model)",
+    "1 / (model.to(memory_format=torch.channels_last) is model)",
+)
+PAST_THE_CLASS = "1 / bool(p.as_subclass(torch.Tensor).{}().all())"  # NaN where units travel, else the values
 HIDDEN = {
+    **dict.fromkeys(USES, "' is released … gathered( … register_forward_method"),
+    **dict.fromkeys(PUTS, "' is released … gathered( … . There, p.copy_(t) under torch.no_grad() edits it"),
+    **dict.fromkeys(ANSWERS, "nothing"),
     "within(optimizer.gathered(torch.nn.Parameter(torch.ones(2, 5))), int)": NO_PARAMETER,
     "within(optimizer.gathered([model.first.weight, torch.ones(2, 5)], write=True), int)": NO_PARAMETER,
     "within(optimizer.gathered(model.first.weight), model.parts[0].inner.sum)": "'parts.0.inner' is released",
     "within(optimizer.gathered([]), model.first.weight.sum)": "'first.weight' is released",
     "within(model.parts[1].register_forward_hook(lambda *_: model.parts[0].inner.sum()), backward)": "is released",
     edited("rank < 2", "optimizer.step()"): EDITED,  # which names no neighbour in the bucket
+    "register_forward_method(model.parts[7].of[0], 'extra_repr')": (
+        "ValueError: … Leaf, with the parameter 'inner', lies inside a unit, … of the unit"
+    ),
+    "[register_forward_method(model.parts, 'append'), 1 / ('append' not in vars(model.parts))]": "nothing",
     "model.state_dict()": "to save, all ranks call optimizer.full_state_dict(to=0), which",
 }
 GROUPS = {
@@ -114,7 +141,15 @@ ALONE: Changes = {"bucket_cap_mb": 1e-6}  # each parameter has a bucket, of whic
 HOSTS: tuple[Changes, ...] = (ALONE, ALONE | {"host": True})
 MOMENTS = [
     *(Moment(EDITS, after=[p.ZeroGrad()], stages=(3,), changes=host) for host in HOSTS),
-    *(Moment(HIDDEN, after=[p.ZeroGrad()], stages=(3,), changes={"host": host}) for host in (False, True)),
+    *(
+        Moment(
+            HIDDEN | {PAST_THE_CLASS.format(shown): "nothing"},
+            after=[p.ZeroGrad()],
+            stages=(3,),
+            changes={"host": host},
+        )
+        for host, shown in ((False, "isnan"), (True, "isfinite"))
+    ),
     *(Moment(LATER, after=[p.ZeroGrad()], stages=(3,), changes=host, unseen=True) for host in HOSTS),
     Moment(
         {ARRAY: EDITED, **{LATE_ARRAY.format(who): f"rank 0: {EDITED}" for who in ("rank", "1")}},

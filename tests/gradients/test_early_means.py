@@ -30,82 +30,48 @@ def layers() -> nn.Sequential:
     return model
 
 
-class StopError(Exception):
-    """Ends a backward."""
-
-
 class Run:
     """A training of one rank; ``gradients``: p.grad after each backward and clip, where it is the mean."""
 
     def __init__(self, transport: Transport) -> None:
-        self.rank, self.gradients = transport.rank, list[Tensor]()
-        self.model = layers()
-        self.optimizer = ZeroOptimizer(
-            self.model,
-            torch.optim.AdamW,
-            stage=0,
-            process_group=transport,
-            bucket_cap_mb=CAP,
-            collective="all_to_all",
-            lr=0.01,
-        )
+        self.rank, self.gradients, self.model = transport.rank, list[Tensor](), layers()
+        given: dict[str, Any] = {"stage": 0, "bucket_cap_mb": CAP, "collective": "all_to_all", "lr": 0.01}
+        self.optimizer = ZeroOptimizer(self.model, torch.optim.AdamW, process_group=transport, **given)
+        self.set_divisor = partial(setattr, self.optimizer, "divisor", 3.0)
 
-    def backward(self) -> None:
-        self.model(torch.linspace(-1, 1, WIDTH) + self.rank).square().sum().backward()
+    def backward(self, layer: int = 0, call: Callable[[], object] = lambda: None) -> None:
+        """``call``: is called when the gradient of a layer arrives."""
+        with self.model[layer].weight.register_hook(lambda _: [call(), None][1]):  # type: ignore[operator, union-attr]
+            self.model(torch.linspace(-1, 1, WIDTH) + self.rank).square().sum().backward()
         self.note()
 
     def note(self) -> None:
         grads = [each.grad for each in self.model.parameters()]
         self.gradients += [grad.clone() for grad in grads if grad is not None and not isinstance(grad, ShardedGradient)]
 
-    def at(self, layer: int, call: Callable[[], object]) -> Any:
-        """Make a call in the backward, when the gradient of a layer arrives."""
-
-        def hook(gradient: Tensor) -> None:
-            call()
-
-        return self.model[layer].weight.register_hook(hook)
-
 
 def with_another_divisor_inside(run: Run) -> None:
-    handle = run.at(0, partial(setattr, run.optimizer, "divisor", 3.0))
-    run.backward()
-    handle.remove()
+    run.backward(0, run.set_divisor)
     run.backward()
 
 
 def with_a_gradient_zeroed_inside(run: Run) -> None:
     for layer in (LAYERS - 1, LAYERS - 2):  # its means are there, or are being gathered
-
-        def zero(layer: int = layer) -> None:
-            run.model[layer].weight.grad.zero_()
-
-        handle = run.at(0, zero)
-        run.backward()
-        handle.remove()
+        run.backward(0, lambda layer=layer: run.model[layer].weight.grad.zero_())  # type: ignore[misc]
 
 
 def ended_by_an_error_and_with_another_divisor(run: Run) -> None:
     """The backward of each rank ends at another place."""
-
-    def stop() -> None:
-        raise StopError
-
-    handle = run.at(run.rank, stop)
-    with pytest.raises(StopError):
-        run.backward()
-    handle.remove()
-    run.optimizer.divisor = 3.0
+    with pytest.raises(ZeroDivisionError):
+        run.backward(run.rank, lambda: 1 / 0)
+    run.set_divisor()
     run.backward()
 
 
 def with_a_divisor_that_one_rank_sets_inside(run: Run) -> None:
-    sets = partial(setattr, run.optimizer, "divisor", 3.0)
-    handle = run.at(0, lambda: None if run.rank else sets())
     if run.rank:
-        sets()
-    run.backward()
-    handle.remove()
+        run.set_divisor()
+    run.backward(0, lambda: None if run.rank else run.set_divisor())
 
 
 def train(program: Callable[[Run], None]) -> list[list[Tensor]]:

@@ -18,36 +18,11 @@ from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.rows import rows
 from ..support.small import TwoVectors, plain_two, with_sgd
-from ..support.trainings import ALL_STAGES, SHARDED, trained
-
-
-@SHARDED
-def test_a_sharded_gradient_looks_like_the_gradient_and_prints_what_it_is(stage: int) -> None:
-    """Every read of it raises (`dials.loops`)."""
-    model, optimizer = trained(solo(), stage)
-    gradient, parameter, whole = model.turned.grad, model.turned, optimizer.full_grad(model.turned)
-    assert type(gradient) is not Tensor
-    assert whole is not None
-    for each in (gradient, whole):
-        assert (each.shape, each.stride(), each.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
-    assert "gradient of 'turned'" in repr(gradient)
+from ..support.trainings import ALL_STAGES, trained
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-@pytest.mark.law("missing gradients")
-@ALL_STAGES
-def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_parameter(stage: int) -> None:
-    def program(transport: Transport) -> list[bool]:
-        model = locked_build(0)
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport)
-        odd_loss(model, (odd_batches(1)[0][0], transport.rank == 1)).backward()  # only rank 1 uses `sometimes`
-        assert optimizer.world_size == 3
-        return [parameter.grad is None for parameter in (model.sometimes.weight, model.last.weight)]
-
-    assert on_threads(3, program) == [[False, False]] * 3
 
 
 def test_stage_0_shows_the_mean_gradient_after_each_backward() -> None:
@@ -147,8 +122,6 @@ SIGNS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("world_size", rows([2], [1, 4]))
 @pytest.mark.parametrize("how", SIGNS)
 def test_stage_0_keeps_the_signs_of_a_gradient_that_is_nothing_but_zeros(how: str, world_size: int) -> None:
-    """Whether and how the user edits it: after a backward, and between a clip and a step."""
-
     def loop(model: Any, optimizer: Any, clip: Callable[[], object]) -> nn.Module:
         for _ in range(2):
             model().backward()
@@ -182,6 +155,37 @@ def test_stage_0_keeps_the_signs_of_a_gradient_that_is_nothing_but_zeros(how: st
         assert_same_model(model, plain)
 
 
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2)])
+def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_size: int) -> None:
+    """All gradients of a bucket are stashed; one is cleared, and the next backward does not reach its parameter."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage, divisor=1)
+        with optimizer.no_sync():
+            model(5.0).backward()
+        model.a.grad = None
+        model(1.0, False).backward()
+        model(2.0).backward()
+        optimizer.step()
+        return model
+
+    plain, once, twice = TwoVectors(), TwoVectors(), TwoVectors()
+    once(5.0).backward()
+    once(1.0, False).backward()
+    twice(2.0).backward()
+    assert once.b.grad is not None
+    plain.a.grad, plain.b.grad = torch.full((32,), -0.0), torch.full((40,), -0.0)
+    for _ in range(world_size):
+        plain.b.grad += once.b.grad
+    for _ in range(world_size):
+        for parameter, other in zip(plain.parameters(), twice.parameters(), strict=True):
+            parameter.grad += other.grad  # type: ignore[operator]
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for model in on_threads(world_size, program):
+        assert_same_model(model, plain)
+
+
 def test_a_gradient_that_a_hook_changes_after_it_was_handed_over_is_loud() -> None:
     """torch's documentation forbids this to hooks: if autograd gave one tensor to two parameters, it would show."""
     a, b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
@@ -198,10 +202,7 @@ def test_a_hook_that_was_registered_late_learns_where_gradients_are(stage: int) 
     model, seen = TwoVectors(), list[Tensor]()
     optimizer = with_sgd(model, solo(), stage=stage)
     late = model.a.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.sum())  # type: ignore[union-attr]
-    with (
-        late,
-        pytest.raises(RuntimeError, match=r"'a', .*register it by p.register_hook, .* or read it"),
-    ):
+    with late, pytest.raises(RuntimeError, match=r"'a', .*register it by p.register_hook, .* or read it"):
         model(1.0).backward()
     optimizer.zero_grad()
     model.a.register_hook(seen.append)
@@ -210,7 +211,6 @@ def test_a_hook_that_was_registered_late_learns_where_gradients_are(stage: int) 
 
 
 def test_a_backward_that_a_broken_connection_ended_is_forgotten_without_a_wait() -> None:
-    """Gradients can be cleared; calls that need the other ranks name the failure."""
     armed = [False]
 
     def interfere(rank: int, event: str, peer: int) -> None:

@@ -12,14 +12,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..dials.loops import steps
-from ..dials.record import config_with
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.loops import seeded
-from ..support.machine.hosts import ThreadsWithParametersOnTheHost
-from ..support.machine.program import Joined
-from ..support.machine.run import run
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
@@ -41,13 +36,6 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     """Return a sum over tokens."""
     loss: Tensor = model(batch(step, rank).to(next(model.parameters()).dtype)).float().square().sum()
     return loss
-
-
-@pytest.mark.parametrize("stepped_there", [False, True])
-@pytest.mark.usefixtures("copied_from_the_host")
-def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory(stepped_there: bool) -> None:
-    config = config_with({"stage": 3, "world_size": 3, "offload": stepped_there, "precision": "bf16"})
-    run(config, Joined(1, (1, 0, 3)), *steps(1), backend=ThreadsWithParametersOnTheHost())
 
 
 @pytest.mark.parametrize(
@@ -150,8 +138,6 @@ def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> N
 def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
     def program(transport: Transport) -> list[float]:
         optimizer = ZeroOptimizer(small(), SGD, lr=0.1, process_group=transport)
-        with pytest.raises(TypeError, match=r"numbers, not tensor"):
-            optimizer.sum_over_ranks(torch.ones(()))  # type: ignore[arg-type]
         big = optimizer.sum_over_ranks(2**60 + transport.rank)
         return [big, optimizer.sum_over_ranks([1e300, 1.0, -1e300][transport.rank])]
 

@@ -1,8 +1,9 @@
-"""A mean gradient that all ranks replace: the plain loop's bits, where `p.grad` is assigned after the division."""
+"""A mean gradient that all ranks take away stays away. That others are replaced as in the plain loop is a law."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,68 +13,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 
+from ..support.built_kernels import built_kernels, put_in
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side, same_as_plain
-
-
-def small() -> nn.Module:
-    return nn.Linear(3, 2)
-
-
-def test_inside_join_a_rank_without_batches_takes_part_and_gives_nothing() -> None:
-    """Also rank 0: the first rank that gives a gradient decides."""
-
-    def loop(side: Side) -> None:
-        counts = (1, 3, 2)
-        with side.join():
-            for step in range(max(counts[rank] for rank in side.ranks)):
-                mine = [rank for rank in side.ranks if step < counts[rank]]
-                side.train(lambda model, rank, n=step: model(torch.full((1, 3), 1.0 + rank + n)).sum(), ranks=mine)  # type: ignore[misc]
-                parameter = side.model.weight
-                if isinstance(side, AsPlain):
-                    side.replace(0, torch.full((2, 3), 2.0 + step))
-                    side.replace(1, None)
-                else:
-                    side.optimizer.set_full_grad(parameter, torch.full((2, 3), 2.0 + step))
-                    side.optimizer.set_full_grad(side.model.bias, None)
-                side.clip(1.0)
-                side.step()
-                side.clear()
-
-    for stage in (0, 2, 3):
-        same_as_plain(loop, _seeded, torch.optim.AdamW, 3, settings={"stage": stage})
-
-
-def _seeded() -> nn.Module:
-    model = small()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).roll(number).view(parameter.shape))
-    return model
-
-
-def test_a_loss_scale_is_taken_out_of_it_and_it_may_overflow() -> None:
-    def program(transport: Transport, stage: int) -> list[Tensor]:
-        model = _seeded()
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        found = []
-        for value in (2.0, float("inf"), 6.0):
-            scaler.scale(model(torch.ones(1, 3)).sum()).backward()
-            optimizer.set_full_grad(model.weight, torch.full((2, 3), value))
-            scaler.unscale_(optimizer)
-            found.append(optimizer.full_grad(model.weight))
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert scaler.get_scale() == 2.0
-        return [gradient for gradient in found if gradient is not None]
-
-    for stage in (0, 2):
-        for first, _, third in on_threads(2, lambda transport, stage=stage: program(transport, stage)):  # type: ignore[misc]
-            assert first.eq(0.5).all()
-            assert third.eq(3.0).all()
 
 
 class Scaled(nn.Module):
@@ -85,8 +27,10 @@ class Scaled(nn.Module):
         return (self.one * one).sum() + (self.two * two).sum()
 
 
-@pytest.mark.parametrize(("stage", "world_size"), rows([(1, 1), (2, 2)], [(0, 2), (3, 4)]))
-def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(stage: int, world_size: int) -> None:
+@pytest.mark.parametrize(("stage", "world_size", "by_kernels"), [(1, 1, False), (2, 2, False), (2, 2, True)])
+def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(
+    stage: int, world_size: int, by_kernels: bool, request: pytest.FixtureRequest
+) -> None:
     """Its place holds -0.0, to which a later gradient is added, where gradients are zeroed and not cleared."""
 
     def loop(model: Scaled, optimizer: Any, forget: Callable[[], object], clip: Callable[[], object]) -> None:
@@ -106,12 +50,16 @@ def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(stage: int
         ours.close()
         return model
 
-    plain = Scaled()
+    plain, launched = Scaled(), list[str]()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     loop(plain, optimizer, lambda: setattr(plain.two, "grad", None), lambda: clip_grad_norm_(plain.parameters(), 1.0))
     assert all(bool(parameter.isfinite().all()) for parameter in plain.parameters())
-    for model in on_threads(world_size, program):
-        assert_same_model(model, plain)
+    if by_kernels:
+        request.getfixturevalue("unseen")
+    with put_in(built_kernels(launched.append)) if by_kernels else nullcontext():
+        for model in on_threads(world_size, program):
+            assert_same_model(model, plain)
+    assert ("scale" in launched) is by_kernels
 
 
 @pytest.mark.parametrize("stage", rows([2], [1, 3]))

@@ -26,7 +26,6 @@ pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
 
 @pytest.mark.parametrize(("stage", "world_size"), rows([(0, 2), (3, 2)], [(1, 1), (2, 3)]))
 def test_training_by_buckets_has_the_bits_of_the_plain_loop(stage: int, world_size: int) -> None:
-    """Micro-batches are added up, with and without `no_sync`, and gradients are cleared in different ways."""
     parts = [part for part in ODD if part.kind != "sometimes"]  # else a bucket waits in vain
     config = config_with({"stage": stage, "world_size": world_size, "parts": tuple(parts), "bucket_cap_mb": 0.002})
     run(config, *LOOPS["no sync"], *LOOPS["clears, zeros"], *LOOPS["clears, none"])
@@ -62,8 +61,6 @@ def fail(model: Chain, order: str, scale: float) -> None:
 
 @pytest.mark.parametrize("then", ["abc", "bac", "acb", "cba"])
 def test_a_backward_that_raised_and_is_repeated_adds_no_gradient_twice(then: str) -> None:
-    """Whichever parameter comes first in the next one."""
-
     def loop(model: Chain, optimizer: Any) -> None:
         model("abc", 0.3).backward()  # from then on it is known that c comes first
         optimizer.step()
@@ -141,27 +138,7 @@ def test_no_gradient_of_a_backward_that_raised_is_left_to_the_next_optimizer(how
     again.step()
 
 
-def test_a_sparse_gradient_is_refused_and_no_other_is_lost() -> None:
-    model = nn.ModuleDict({"first": nn.Embedding(4, 3, sparse=True), "then": nn.Linear(3, 3)})
-
-    def loss(sparse: bool) -> Tensor:
-        model["first"].sparse = sparse
-        found: Tensor = model["then"](model["first"](torch.tensor([1, 2]))).square().sum()
-        return found
-
-    optimizer = with_sgd(model, stage=2)
-    with pytest.raises(RuntimeError, match=r"rank 0: the gradient of 'first.weight' is torch.sparse_coo: sparse"):
-        loss(True).backward()
-    optimizer.zero_grad()
-    loss(False).backward()
-    found = [optimizer.full_grad(parameter) for parameter in model.parameters()]
-    expected = torch.autograd.grad(loss(False), list(model.parameters()))
-    assert_same_value(found, list(expected), "gradients")
-
-
 def test_a_hook_may_set_the_divisor() -> None:
-    """Means may be published then, and no gradient that waits in p.grad is lost."""
-
     def set_divisor(_: Tensor) -> None:
         optimizer.divisor = 1
 

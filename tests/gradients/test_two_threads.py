@@ -107,8 +107,6 @@ def slow(rank: int, event: str, peer: int) -> None:
     ("stage", "world_size", "ahead"), rows([(2, 3, True)], [(0, 3, True), (1, 3, False), (2, 1, False)])
 )
 def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bool) -> None:
-    """Buckets hold parameters of both threads, and each message takes its time."""
-
     def program(transport: Transport) -> list[Tensor]:
         parameters = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)]
         optimizer = ZeroOptimizer(
@@ -156,8 +154,9 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
     assert not flags.repeats(torch.zeros(1, device="meta"), may_be_new=True)
 
 
-def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most, together = [0], [0], threading.Barrier(2)
+@pytest.mark.usefixtures("backwards")
+def test_no_two_hooks_of_an_optimizer_run_at_once() -> None:
+    inside, most = [0], [0]
 
     class Listening:
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -176,20 +175,5 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
     for bucket in buckets:
         for slot in range(len(bucket.parameters)):
             watching.watch(bucket, slot)
-    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-    backward = Backward(1)
-    for module in (hooks, backward_tracker):
-        monkeypatch.setattr(module, "current_graph_task_id", lambda: 1)
-    monkeypatch.setattr(backward_tracker, "queue_callback", backward.callbacks.append)
-
-    def side(first: int) -> None:
-        together.wait(BOUND)
-        for parameter in parameters[first::2]:
-            accumulate(parameter, torch.ones(NUMEL))
-
-    sides = [threading.Thread(target=side, args=(first,)) for first in range(2)]
-    for thread in sides:
-        thread.start()
-    for thread in sides:
-        thread.join()
+    run_backward([parameter for bucket in buckets for parameter in bucket.parameters], 0, 0, 1)
     assert most == [1]

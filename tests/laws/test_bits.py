@@ -20,6 +20,7 @@ from .space import ROWS, named, program_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*set aside:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:Using backward.. with create_graph"),
     pytest.mark.usefixtures("copied_from_the_host"),
 ]
 
@@ -50,6 +51,10 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "no sync alone": {"loop": "no sync", "ranks": "1"},
     "uneven": {"loop": "uneven"},
     "cleared": {"loop": "clears, zeros", "class": "sgd momentum"},
+    "cleared at stage 0": {"loop": "clears, another's zeros", "stage": "0", "bucket_cap_mb": "1e-06"},
+    "joined on the host": {"loop": "joined", "stage": "3", "offload": "stepped on the host", "mixed_precision": "bf16"},
+    "several at stage 0": {"loop": "several", "stage": "0"},
+    "scaled at stage 0": {"loop": "scaled", "stage": "0"},
     "scaled": {"loop": "scaled", "ranks": "2", "stage": "1"},
     "kept": {"loop": "kept", "stage": "3"},
     "fails": {"loop": "fails", "stage": "3"},
@@ -63,6 +68,25 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "losses at stage 3": {"loop": "losses", "stage": "3"},
     "rounded at stage 1": {"stage": "1", "mixed_precision": "bf16", "rounding": "rounded"},
     "rounded at stage 3": {"stage": "3", "mixed_precision": "in bf16", "rounding": "rounded"},
+    "rounded on the host": {
+        "stage": "3",
+        "mixed_precision": "in bf16",
+        "rounding": "rounded",
+        "offload": "stepped on the host",
+    },
+    "rounded with two classes": {"mixed_precision": "bf16", "rounding": "rounded", "groups": "of two classes"},
+    "an option adds a state": {
+        "class": "sgd",
+        "loop": "an option adds a state",
+        "mixed_precision": "bf16",
+        "rounding": "rounded",
+        "cut": "some",
+    },
+    "bf16 at stage 0": {"stage": "0", "loop": "no sync", "mixed_precision": "bf16", "ranks": "2"},
+    "made in bf16": {"loop": "no sync", "mixed_precision": "bf16, made in bf16"},
+    "two dtypes are scaled": {"loop": "scaled", "mixed_precision": "of two dtypes"},
+    "fails by kind": {"loop": "fails", "stage": "3", "mixed_precision": "by kind", "groups": "not all"},
+    "stacks are averaged": {"look": "average", "cut": "stacks"},
     "replicas of one": {"stage": "1", "ranks": "2", "sharding_factor": "1"},
     "averaged at stage 0": {"look": "average", "stage": "0", "ranks": "2"},
     "averaged at stage 3": {"look": "average", "stage": "3", "mixed_precision": "bf16"},
@@ -75,8 +99,10 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
 USUAL = {dial.name: dial.usual for dial in DIALS}
 
 
+@pytest.mark.law("loss scale")
 @pytest.mark.law("memory")
 @pytest.mark.law("no traces")
+@pytest.mark.law("norm and overflow")
 @pytest.mark.law("requested dtypes")
 @pytest.mark.parametrize(
     "row",

@@ -183,23 +183,6 @@ def by_groups_of_the_mesh(group: dist.ProcessGroup, rank: int, config: Config, c
         return on_mesh(group, rank, config, commands, ranks)
 
 
-def described(group: dist.ProcessGroup, rank: int) -> list[tuple[str, int, int]]:
-    """Return the first line of `describe()`, the rank and the ranks per copy for several parts of one mesh."""
-    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "pp", "dp_shard"))
-    found = []
-    for mesh, stage in (
-        (whole["dp_replicate", "dp_shard"], 3),
-        (whole["dp_replicate", "dp_shard"], 0),
-        (whole["dp_shard"], 2),
-        (whole["pp"], 1),
-    ):
-        optimizer = ZeroOptimizer(nn.Linear(4, 4), stage=stage, mesh=mesh)
-        facts = optimizer.describe()
-        found.append((str(facts).splitlines()[0], facts.rank, facts.sharding_factor))
-        optimizer.close()
-    return found
-
-
 def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> list[str]:
     """Return the errors of a model that has a DTensor, of one on another device, and of meshes that differ."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -245,6 +228,7 @@ def train_parts(
     mesh = init_device_mesh("cpu", (copies, 1, stages, parts), mesh_dim_names=("replicate", "shard", "pp", "tp"))
     model, data = part_of(rank, parts, stages), mesh["replicate", "shard"]
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mesh=data, lr=0.1)
+    assert f"mesh (replicate {copies}, shard 1), sharding factor 1 (" in str(optimizer.describe()) or not stage
     over: Any = [mesh["tp"], mesh["pp"]] if stages > 1 else mesh.get_group("tp") if as_group else mesh["tp"]
     found = clipped(OnPart(model, optimizer, over))
     optimizer.close()

@@ -58,18 +58,7 @@ def test_a_mesh_of_any_ranks_has_the_bits_of_the_plain_loop(
     run(config, *CLIPPED, backend=Played([results[rank] for rank in members]))
 
 
-def test_describe_names_the_mesh_and_a_part_of_a_larger_one_is_enough(gloo: GlooPool) -> None:
-    for rank, (both, replicated, sharded, alone) in enumerate(gloo.run(jobs.described, ranks=range(4))):
-        assert "rank" in both[0]
-        assert "mesh (dp_replicate 2, dp_shard 2), sharding factor 2" in both[0]
-        assert both[1:] == (rank, 2)
-        assert "sharding factor" not in replicated[0], "nothing is sharded at stage 0"
-        assert sharded[0].startswith(f"stage 2, rank {rank % 2} of 2, mesh (dp_shard 2), collective")
-        assert alone[0].startswith("stage 1, rank 0 of 1, mesh (pp 1), collective")
-
-
 def test_what_only_processes_of_a_mesh_can_give_is_refused_by_name(gloo: GlooPool) -> None:
-    """The dial `mesh` has what one process can give."""
     words = [
         "TypeError … 'weight' is a DTensor … to_local() … clip_grad_norm_(over=...) knows to be a part of a model",
         "ValueError … the mesh is for cpu, but parameters are on meta … or move the model to cpu first",

@@ -1,4 +1,4 @@
-"""Optimizers at stage 3 over two small models, their plain loops, and errors as texts. Public names alone.
+"""Ranks of stage 3: alone, sent to each other, or in memory that they share; two small models, and their plain loops.
 
 With equal batches two ranks take the step of one, so that one plain loop is right for all of them.
 """
@@ -6,15 +6,39 @@ With equal batches two ranks take the step of one, so that one plain loop is rig
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from .worlds import on
+from ..support.cases import Case, check_rank, plain_loop
+from ..support.limits import BOUND
+from ..support.sockets import on_sockets
+
+T = TypeVar("T")
+WORLDS = {"one": (on_threads, 1), "travel": (on_threads, 2), "several": (on_threads, 3), "common": (on_sockets, 2)}
+TOGETHER = pytest.mark.parametrize("world", ["one", "common"])  # where no unit is sent
+
+
+def on(world: str, program: Callable[[Transport], T]) -> list[T]:
+    """Run a program on the ranks of a world."""
+    ranks, size = WORLDS[world]
+    return ranks(size, program, timeout=2 * BOUND)
+
+
+def size_of(world: str) -> int:
+    return WORLDS[world][1]
+
+
+def check_in(world: str, case: Case) -> None:
+    """Train a case on the ranks of a world, and compare each step with the plain loop."""
+    _, expected = plain_loop(case, size_of(world))
+    on(world, lambda transport: check_rank(case, transport, expected))
+
 
 INPUTS = torch.linspace(-1, 1, 6).view(2, 3)
 
@@ -94,6 +118,30 @@ def on_ranks(
         return found, model
 
     return on(world, program)
+
+
+class Run:
+    """A rank that trains by parts of a step."""
+
+    def __init__(self, group: Any, **arguments: Any) -> None:
+        self.model = Net()
+        self.optimizer = zero(self.model, group, **arguments)
+        self.rank = self.optimizer.rank
+
+    def loss(self) -> Any:
+        return loss_of(self.model, INPUTS)
+
+    @torch.no_grad()
+    def evaluate(self) -> Any:
+        return self.loss()
+
+    def end_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        self.loss().backward()
+        self.end_step()
 
 
 class Blocks(nn.Sequential):

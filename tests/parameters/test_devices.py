@@ -26,10 +26,7 @@ from zero.runtime.streams import Streams
 from zero.step.throwaway import Setting
 from zero.step.trial import placed
 
-from ..dials.loops import steps
-from ..dials.record import config_with
 from ..support.errors import error_of
-from ..support.machine.run import run
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
 from ..support.rows import rows
@@ -194,15 +191,6 @@ def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     zero(model, solo()).close()
     assert model[0].weight.device.type == "cpu"
-
-
-# -- slots -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("accelerated")
-def test_slots_and_shards_of_an_accelerator_change_nothing_but_the_padding() -> None:
-    run(config_with({"stage": 3, "world_size": 2, "optimizer": "shampoo"}), *steps(2))
-    run(config_with({"stage": 2, "optimizer": "adamw fused", "precision": "bf16", "world_size": 3}), *steps(2))
 
 
 def test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four() -> None:

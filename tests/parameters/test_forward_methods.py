@@ -16,20 +16,10 @@ from torch import Tensor
 import zero
 from collectives import Transport, solo
 
-from ..support.cases import (
-    ROWS,
-    WIDTH,
-    Batch,
-    Block,
-    Case,
-    Net,
-    batches_of,
-    manager_of,
-    sharded,
-)
+from ..support.cases import ROWS, WIDTH, Batch, Block, Case, Net, batches_of, manager_of, sharded
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
-from .worlds import check_in, on
+from .stage3 import check_in, on
 
 X = torch.ones(ROWS, WIDTH)
 
@@ -128,25 +118,6 @@ def test_registering_twice_is_harmless_and_what_the_user_puts_there_stays() -> N
     assert not any(
         type(value).__module__.startswith("zero") for part in model.modules() for value in vars(part).values()
     )
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_no_method_or_lies_inside_a_unit_is_an_error(stage: int) -> None:
-    """A method around units needs nothing."""
-    model, optimizer = sharded(Case(Agent), solo(), stage=stage)
-    for name in ("nothing", "scale", "inner", "", 3):
-        with pytest.raises(ValueError, match=f"register_forward_method: Acting has no method {name!r}"):
-            zero.register_forward_method(model.blocks[0], name)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="a module is needed, not 'act'"):
-        zero.register_forward_method("act", "act")  # type: ignore[arg-type]
-    if stage == 3:
-        with pytest.raises(ValueError, match=r"Linear, with the parameter 'weight', lies inside a unit, .*of the unit"):
-            zero.register_forward_method(model.blocks[0].inner, "extra_repr")
-        zero.register_forward_method(model.blocks, "append")
-        assert "append" not in vars(model.blocks)
-        with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' is released: .*register_forward_method"):
-            model.blocks[0].act(X)
-    optimizer.close()
 
 
 def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:

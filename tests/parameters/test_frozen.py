@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.testing._internal.two_tensor import TwoTensor
+from torch import nn
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..support.errors import assert_in_order, error_of, errors_on
+from ..support.errors import assert_in_order, error_of
 from ..support.loops import PlainLoop
 from ..support.plain import assert_same_states, assert_same_value, share
-from ..support.quantised import COPIED, WIDTH, Packed, assert_same_qlora, inside, qlora
+from ..support.quantised import COPIED, WIDTH, assert_same_qlora, inside, qlora
 from ..support.rows import rows
 
 STAGES = pytest.mark.parametrize("stage", [2, 3])
@@ -46,10 +44,7 @@ def plain(model: nn.Module, precision: MixedPrecision | None = None) -> nn.Modul
     return model
 
 
-@pytest.mark.parametrize(
-    ("stage", "listed", "precision"),
-    rows([(3, True, None)], [(1, True, BF16), (2, False, BF16)]),
-)
+@pytest.mark.parametrize(("stage", "listed", "precision"), rows([(3, True, None)], [(1, True, BF16), (2, False, BF16)]))
 def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
     stage: int, listed: bool, precision: MixedPrecision | None
 ) -> None:
@@ -80,39 +75,6 @@ def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
     for model, told in results:
         assert_same_qlora(model, plain(qlora(dtype=dtype), precision))
         assert told == results[0][1]
-
-
-def two(number: float) -> Tensor:
-    return TwoTensor(torch.ones(3), torch.full((3,), number))
-
-
-def with_frozen(held: Tensor) -> nn.Module:
-    model = nn.Linear(3, 3)
-    model.held = held if isinstance(held, nn.Parameter) else nn.Parameter(held, requires_grad=False)
-    return model
-
-
-def with_buffer(held: Tensor) -> nn.Module:
-    model = nn.Linear(3, 3)
-    model.register_buffer("held", held)
-    return model
-
-
-MADE: dict[str, tuple[Callable[[float], nn.Module], int]] = {
-    "wrapper": (lambda number: with_frozen(two(number)), 2),
-    "wrapper, a buffer": (lambda number: with_buffer(two(number)), 3),
-    "nested": (lambda number: with_frozen(TwoTensor(two(1.0), two(number))), 3),
-    "packed": (lambda number: with_frozen(Packed(torch.full((3,), number), requires_grad=False)), 2),
-}
-
-
-@pytest.mark.parametrize("kind", MADE)
-def test_whatever_says_what_it_holds_is_compared(kind: str) -> None:
-    make, stage = MADE[kind]
-    assert errors_on(2, lambda group: zero(make(1.0), group, stage)) == ["nothing"] * 2
-    for told in errors_on(2, lambda group: zero(make(1.0 + group.rank), group, stage)):
-        assert "not the same on every rank: 'held' (first between rank 0 and rank 1)" in told
-        assert "is not copied from rank 0: load or quantise the same weights on every rank" in told
 
 
 @STAGES

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,95 +18,7 @@ from zero import ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.limits import BOUND
-from ..support.models import seeded
-from ..support.plain import assert_same_bits
-from ..support.sides import AsPlain
-
-
-@dataclass(frozen=True)
-class Case:
-    """Modules, by name, beside one that all ranks train.
-
-    ``groups``: the ranks that train each module; ``orders``: of each rank, its modules as it gives them to a clip;
-    ``stages``: of the optimizers of the first module and the others.
-    """
-
-    groups: dict[str, tuple[int, ...]]
-    orders: tuple[str, ...]
-    stages: tuple[int, ...]
-
-    @property
-    def ranks(self) -> int:
-        return len(self.orders)
-
-    def stage(self, number: int) -> int:
-        return self.stages[number % len(self.stages)]
-
-    def build(self) -> nn.ModuleDict:
-        return seeded(5, lambda: nn.ModuleDict({name: nn.Linear(3, 3) for name in ("all", *self.groups)}))
-
-    def loss_of(self, model: Any, step: int, rank: int) -> Tensor:
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-        for name in ("all", *sorted(self.orders[rank])):
-            x = x + torch.tanh(model[name](x))
-        return x.square().mean()
-
-    def plain_loop(self, norm_types: Sequence[float]) -> tuple[nn.ModuleDict, list[Tensor]]:
-        model, norms = self.build(), list[Tensor]()
-        loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.05), self.ranks)
-        for step, norm_type in enumerate(norm_types):
-            loop.train(lambda model, rank, step=step: self.loss_of(model, step, rank))  # type: ignore[misc]
-            norms.append(loop.clip(0.5, norm_type))
-            loop.step()
-            loop.clear()
-        return model, norms
-
-    def check(self, results: Sequence[tuple[Rank, list[Tensor]]], norm_types: Sequence[float]) -> None:
-        """Assert that ranks have the plain loop's norms, and its parameters of their modules."""
-        plain, expected = self.plain_loop(norm_types)
-        for rank, norms in results:
-            for mine, theirs in zip(norms, expected, strict=True):
-                assert_same_bits(mine, theirs, "norm")
-            for name in ("all", *rank.of):
-                for key, parameter in rank.model[name].named_parameters():
-                    assert_same_bits(parameter, plain[name].get_parameter(key), f"{name}.{key}")
-
-
-class Rank:
-    """A rank's model, the optimizer of what all ranks train, and those of its other modules."""
-
-    def __init__(self, transport: Transport, case: Case) -> None:
-        self.rank, self.model, self.case = transport.rank, case.build(), case
-        given: dict[str, Any] = {"lr": 0.05, "divisor": case.ranks}
-        self.first = ZeroOptimizer(self.model["all"], process_group=transport, stage=case.stage(0), **given)
-        self.of = {
-            name: ZeroOptimizer(
-                self.model[name], process_group=transport.split(ranks, number), stage=case.stage(number), **given
-            )
-            for number, (name, ranks) in enumerate(case.groups.items(), start=1)
-            if self.rank in ranks
-        }
-        self.also = [self.of[name] for name in case.orders[self.rank]]
-
-    def train(self, norm_types: Sequence[float]) -> list[Tensor]:
-        norms = []
-        for step, norm_type in enumerate(norm_types):
-            self.case.loss_of(self.model, step, self.rank).backward()  # type: ignore[no-untyped-call]
-            norms.append(self.first.clip_grad_norm_(0.5, norm_type, also=self.also))
-            self.first.step()
-            for each in self.of.values():
-                each.step()
-            for each in (self.first, *self.also):
-                each.zero_grad()
-        return norms
-
-    def close(self) -> None:
-        for each in (*self.of.values(), self.first):
-            each.close()
-
-
-IN_A_RING = Case({"a": (0, 1), "b": (1, 2), "c": (0, 2)}, ("ac", "ba", "cb"), (2,))
-"""If ranks entered their further optimizers in the order in which they give them, every rank would wait."""
+from .apart import IN_A_RING, Case, Rank, groups_on
 
 
 @st.composite
@@ -117,34 +28,28 @@ def cases(draw: st.DrawFn) -> Case:
     groups = dict(zip("abcd", draw(st.lists(some, min_size=1, max_size=4)), strict=False))
     mine = [[name for name, members in groups.items() if rank in members] for rank in range(ranks)]
     orders = tuple("".join(draw(st.permutations(names))) for names in mine)
-    return Case(groups, orders, tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))))
-
-
-def trained(case: Case, norm_types: Sequence[float]) -> list[tuple[Rank, list[Tensor]]]:
-    def program(transport: Transport) -> tuple[Rank, list[Tensor]]:
-        rank = Rank(transport, case)
-        norms = rank.train(norm_types)
-        rank.close()
-        return rank, norms
-
-    return on_threads(case.ranks, program, timeout=BOUND)
-
-
-def test_further_optimizers_that_wait_for_each_other_in_the_order_given_are_clipped() -> None:
-    IN_A_RING.check(trained(IN_A_RING, [2.0, 2.0]), [2.0, 2.0])
+    stages = tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    factor = draw(st.sampled_from([factor for factor in range(1, ranks + 1) if ranks % factor == 0]))
+    more = {"sharding_factor": factor} if stages[0] else {}
+    return Case(groups, orders, stages, draw(st.sampled_from(["", "bf16"])), more)
 
 
 @pytest.mark.hypothesis
 @given(case=cases(), norm_types=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.inf]), min_size=1, max_size=2))
 @settings(max_examples=max(6, settings().max_examples // 8))
 def test_any_further_optimizers_of_any_ranks_in_any_order_have_one_norm(case: Case, norm_types: list[float]) -> None:
-    """A rank may have none, and several may have the same ranks."""
-    case.check(trained(case, norm_types), norm_types)
+    def program(transport: Transport) -> tuple[Rank, list[Tensor]]:
+        rank = Rank(transport.rank, case, groups_on(transport, case))
+        norms = rank.train(norm_types)
+        rank.close()
+        return rank, norms
+
+    case.check(on_threads(case.ranks, program, timeout=BOUND), norm_types)
 
 
 WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], str]] = {
     "one is missing": (
-        lambda rank: {"also": [rank.of["c"]] if rank.rank == 0 else rank.also},
+        lambda rank: {"also": [rank.all["c"]] if rank.rank == 0 else rank.also},
         "ValueError: clip_grad_norm_(also=...): rank 1 has given a further optimizer of 2 ranks, that of 'weight' and "
         "1 more parameters, but its rank 0 has not",
     ),
@@ -172,7 +77,7 @@ WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], str]] = {
     "inside no_sync": (lambda rank: {"inside": rank.also[0].no_sync()}, "clip_grad_norm_() inside no_sync()"),
     "inside join": (lambda rank: {"inside": rank.first.join()}, "clip_grad_norm_(also=...) inside join()"),
     "another divisor": (
-        lambda rank: {"inside": divides(rank.of["b"])} if rank.rank else {},
+        lambda rank: {"inside": divides(rank.all["b"])} if rank.rank else {},
         "this optimizer divides by 3, and a further one by 1, so their gradients are not means",
     ),
     "a parameter is replaced": (
@@ -202,7 +107,7 @@ def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and
     change, words = WRONG[name]
 
     def program(transport: Transport) -> tuple[str, Rank, list[Tensor]]:
-        rank = Rank(transport, IN_A_RING)
+        rank = Rank(transport.rank, IN_A_RING, groups_on(transport, IN_A_RING))
         IN_A_RING.loss_of(rank.model, 0, rank.rank).backward()  # type: ignore[no-untyped-call]
         given = {"max_norm": 0.5, "also": rank.also, **change(rank)}
         with given.pop("inside", nullcontext()):
@@ -220,8 +125,6 @@ def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and
 
 
 def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_error_on_every_rank() -> None:
-    """Its gradients on the other ranks would be missing in the norm."""
-
     def program(transport: Transport) -> list[str]:
         model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
         alone = ZeroOptimizer(model[0], stage=2, process_group=solo(), divisor=2)

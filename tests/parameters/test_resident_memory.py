@@ -20,9 +20,8 @@ from zero.parameters.unit_manager import UnitManager
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from .stage3 import SLOWLY, Blocks, on_blocks, plain_blocks, train, zero
+from .stage3 import SLOWLY, TOGETHER, Blocks, on, on_blocks, plain_blocks, size_of, train, zero
 from .unit_cases import Opaque
-from .worlds import TOGETHER, on, size_of
 
 BRIEFLY = 0.3  # seconds in which a rank that wrongly does not wait has gone on; a right one takes them
 
@@ -122,7 +121,6 @@ def test_nobody_writes_while_another_rank_reads() -> None:
 
 
 def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait is interrupted on rank 0 while rank 1 writes; the next forward waits instead."""
     begun = threading.Event()
     late_class, late = waiting(begun)
 
@@ -155,8 +153,6 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
 
 
 def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> None:
-    """A unit may then have buffers of both kinds; each goes its way, and training has the same bits."""
-
     def program(transport: Transport) -> tuple[list[tuple[int, int]], str, nn.Module]:
         model = Blocks(4)
         weights = [model.weight(number) for number in range(3)]
@@ -191,8 +187,6 @@ def released(model: Blocks) -> list[bool]:
 
 @TOGETHER
 def test_a_unit_whose_output_hides_tensors_stays_until_the_backward_or_the_step_ends(world: str) -> None:
-    """One that has hidden a tensor once is as any other."""
-
     def act(model: Blocks, optimizer: ZeroOptimizer) -> list[list[bool]]:
         hidden = model[0].register_forward_hook(lambda _, __, out: Opaque(out))
         model[1].register_forward_pre_hook(lambda _, args: (getattr(args[0], "hidden", args[0]),))

@@ -20,19 +20,13 @@ from zero import ZeroOptimizer
 from ..support.cases import manager_of
 from ..support.errors import assert_in_order, error_of, warned
 from ..support.limits import BOUND, at_once
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from .stage3 import INPUTS, Blocks, Net, loss_of, on_ranks, plain, train, zero
-from .worlds import on
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
 pytestmark = [pytest.mark.law("exceptions"), pytest.mark.law("errors")]
 
 Call = Callable[[Net, ZeroOptimizer], Any]
-step, close = (lambda _, optimizer: optimizer.step()), (lambda _, optimizer: optimizer.close())
-
-
-def forward(model: Net, optimizer: ZeroOptimizer) -> None:
-    model(INPUTS)
 
 
 def evaluate(model: Net, optimizer: ZeroOptimizer) -> None:
@@ -40,17 +34,16 @@ def evaluate(model: Net, optimizer: ZeroOptimizer) -> None:
         model(INPUTS)
 
 
-def second_block(model: Net, optimizer: ZeroOptimizer) -> None:
-    optimizer.zero_grad()
-    model.blocks[1](INPUTS)
-
-
 REST = 'gather of unit "the root\'s rest"'
-PARTED: dict[str, tuple[Any, ...]] = {
-    "forward, step": (forward, step, REST, "step()"),
-    "step, evaluation": (step, evaluate, "step()", REST),
-    "forward, a unit": (forward, second_block, REST, "gather of unit 'blocks.1'"),
-    "forward, close": (forward, close, REST, "close()"),
+PARTED: dict[str, tuple[Call, Call, str, str]] = {
+    "forward, step": (lambda model, _: model(INPUTS), lambda _, optimizer: optimizer.step(), REST, "step()"),
+    "step, evaluation": (lambda _, optimizer: optimizer.step(), evaluate, "step()", REST),
+    "forward, a unit": (
+        lambda model, _: model(INPUTS),
+        lambda model, _: model.blocks[1](INPUTS),
+        REST,
+        "gather of unit 'blocks.1'",
+    ),
 }
 
 
@@ -67,14 +60,14 @@ def wrong_values(model: nn.Module, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("name", PARTED)
 def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
-    *calls, place, other = PARTED[name]
+    first, second, place, other = PARTED[name]
 
     def program(transport: Transport) -> tuple[str, str, list[str]]:
         model = Net()
         optimizer = zero(model, transport, collective="pairwise")
         train(model, optimizer)
         with at_once():
-            found, then = error_of(calls[transport.rank], model, optimizer), error_of(forward, model, optimizer)
+            found, then = error_of((first, second)[transport.rank], model, optimizer), error_of(model, INPUTS)
         return found, then, wrong_values(model, steps=1)
 
     for found, then, wrong in on_threads(2, program, timeout=4 * BOUND):
@@ -114,9 +107,9 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
             while True:
                 train(model, optimizer)
         except (OSError, RuntimeError) as error:
-            told[transport.rank] = f"{type(error).__name__}: {error} {error_of(forward, model, optimizer)}"
+            told[transport.rank] = f"{type(error).__name__}: {error} {error_of(model, INPUTS)}"
             wrong.extend(wrong_values(model, steps=4))
-            wrong.extend(name for name, p in model.named_parameters() if "is released" not in error_of(p.detach))
+            assert manager_of(optimizer).all_released()
             raise
 
     with pytest.raises((OSError, RuntimeError)):
@@ -125,26 +118,6 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
     assert told[1].startswith("OSError: the cable is broken")
     assert told[0].startswith(("PeerError: rank 0, in ", "MismatchError: rank 0 is in "))
     assert "this communicator is closed since an earlier failure" in told[0]
-
-
-def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
-    armed: list[bool] = []
-
-    def interfere(rank: int, event: str, peer: int) -> None:
-        if rank == 1 and event == "send" and armed:
-            armed.clear()
-            raise OSError("the cable is broken")
-
-    def program(transport: Transport) -> tuple[str, bool]:
-        model = Net()
-        optimizer = zero(model, transport)
-        if transport.rank == 1:
-            model.block(0).register_forward_pre_hook(lambda *_: armed.append(True))
-        return error_of(forward, model, optimizer), manager_of(optimizer).all_released()
-
-    for message, released in Loopback[tuple[str, bool]](2, timeout=BOUND, interfere=interfere).run(program):
-        assert "the cable is broken" in message
-        assert released
 
 
 def in_another_order(model: Net, optimizer: ZeroOptimizer) -> None:
@@ -244,8 +217,6 @@ def test_ranks_that_use_other_units_learn_what_helps(inside: bool) -> None:
 
 
 def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
-    """A model, of which the first layer is not listed at first."""
-
     def program(transport: Transport) -> tuple[Tensor, list[str], nn.Module]:
         model = Net()
         optimizer = zero(list(model.blocks.parameters()), transport, module=model)
@@ -290,33 +261,3 @@ def test_a_graph_from_before_the_optimizer_raises_or_has_the_plain_gradients() -
     for one, other in zip(program(solo(), "auto")[1], expected, strict=True):
         assert one is not None
         assert_same_bits(one, other)
-
-
-# -- units ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.law("side by side")
-@pytest.mark.parametrize("world", ["travel", "common"])
-def test_two_optimizers_whose_units_run_inside_each_other_keep_their_places_apart(world: str) -> None:
-    def pair() -> nn.ModuleList:
-        """Build two models; hooks of the second one's units use a unit of the first one."""
-        guides, guided = Blocks(3), Blocks(3)
-        for unit in guided:
-            unit.register_forward_hook(lambda _, args, out: torch.tanh(out) * guides[2](args[0]))
-        return nn.ModuleList([guides, guided])
-
-    def program(transport: Transport) -> nn.Module:
-        models = pair()
-        optimizers = [zero(model, transport) for model in models]
-        models[1](torch.ones(2, 3)).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-        for optimizer in optimizers:
-            optimizer.close()
-        return models
-
-    expected = pair()
-    sgd = torch.optim.SGD(expected.parameters(), lr=0.5)
-    plain_step(expected, sgd, lambda *_: expected[1](torch.ones(2, 3)).sum(), range(2), 2)
-    for models in on(world, program):
-        assert_same_model(models, expected)

@@ -19,8 +19,7 @@ from zero.parameters.unit_manager import UnitManager
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
 from ..support.rows import rows
-from .odd import STEPS, Run, plain
-from .worlds import WORLDS
+from .stage3 import INPUTS, WORLDS, Run, plain
 
 REFUSAL = "another thread, 'first', is inside a forward"
 
@@ -51,7 +50,7 @@ class Rank(Run):
 
     def enter_a_unit(self) -> Any:
         """Enter the unit in which `inside_a_forward` is."""
-        return self.model.layers[0](torch.ones(2, 13))
+        return self.model.block(0)(INPUTS)
 
     @contextmanager
     def inside_a_forward(self) -> Iterator[Thread]:
@@ -63,7 +62,7 @@ class Rank(Run):
                 inside.set()
                 assert leave.wait(PATIENT)
 
-        with self.model.layers[0].register_forward_pre_hook(hook):
+        with self.model.block(0).register_forward_pre_hook(hook):
             thread = Thread(self.evaluate, "first")
             assert inside.wait(PATIENT)
             try:
@@ -73,22 +72,22 @@ class Rank(Run):
                 thread.join(PATIENT)
 
 
-def trains(world: str, between: Callable[[Rank], None], step: Callable[[Rank, int], None] = Rank.step) -> None:
+def trains(world: str, between: Callable[[Rank], None], step: Callable[[Rank], None] = Rank.step) -> None:
     """Check for the plain loop's bits, whatever is done before the second step."""
 
     def program(transport: Transport) -> nn.Module:
         run = Rank(transport, stage=3)
-        step(run, 0)
+        step(run)
         between(run)
-        for number in range(1, STEPS):
-            step(run, number)
+        for _ in range(2):
+            step(run)
         run.optimizer.close()
         model: nn.Module = run.model
         return model
 
     ranks, size = WORLDS[world]
     for model in ranks(size, program, timeout=PATIENT):
-        assert_same_model(model, plain(size))
+        assert_same_model(model, plain(3))
 
 
 @pytest.mark.parametrize("world", rows(["one"], ["travel", "common"]))
@@ -96,7 +95,7 @@ def test_whatever_is_begun_beside_a_forward_of_another_thread_is_refused(world: 
     def evaluate_at_once(run: Rank) -> None:
         expected = run.evaluate()
         with run.inside_a_forward() as first:
-            for work in (run.evaluate, run.enter_a_unit, lambda: run.loss(1)):
+            for work in (run.evaluate, run.enter_a_unit, run.loss):
                 with pytest.raises(RuntimeError, match=REFUSAL):
                     work()
                 with pytest.raises(RuntimeError, match=REFUSAL):
@@ -111,11 +110,10 @@ def test_whatever_is_begun_beside_a_forward_of_another_thread_is_refused(world: 
 
 @pytest.mark.parametrize("world", ["travel", "common"])
 def test_a_forward_and_a_backward_beside_a_backward_of_another_thread_are_refused(world: str) -> None:
-    """And release nothing that this backward needs. One rank alone tries."""
     said = list[str]()
 
-    def step(run: Rank, number: int) -> None:
-        kept, loss = run.loss(number), None
+    def step(run: Rank) -> None:
+        kept, loss = run.loss(), None
 
         def beside(_: Tensor) -> None:
             for work in (run.evaluate, kept.backward) if run.rank == 0 else ():
@@ -126,28 +124,17 @@ def test_a_forward_and_a_backward_beside_a_backward_of_another_thread_are_refuse
         def watch(_: nn.Module, __: Any, output: Tensor) -> None:
             output.register_hook(beside)
 
-        with run.model.layers[1].register_forward_hook(watch):
-            loss = run.loss(number)
+        with run.model.block(1).register_forward_hook(watch):
+            loss = run.loss()
         loss.backward()
         run.end_step()
 
     trains(world, lambda run: None, step)
-    assert len(said) == 2 * STEPS
+    assert len(said) == 2 * 3
 
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("world", rows(["common"], ["one", "travel"]))
-def test_after_an_interrupt_in_one_thread_another_evaluates_and_trains(world: str) -> None:
-    def interrupted(run: Rank) -> None:
-        expected = run.evaluate()
-        with run.model.layers[0].register_forward_pre_hook(interrupt), pytest.raises(KeyboardInterrupt):
-            in_a_thread(run.evaluate)
-        assert torch.equal(run.evaluate(), expected)
-
-    trains(world, interrupted)
 
 
 def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_it() -> None:
@@ -155,7 +142,7 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
 
     def interrupted(run: Rank) -> None:
         expected = run.evaluate()
-        with run.model.layers[0].register_forward_pre_hook(interrupt):
+        with run.model.block(0).register_forward_pre_hook(interrupt):
             first = Thread(run.evaluate, "interrupted")
             assert isinstance(first.future.exception(PATIENT), KeyboardInterrupt)
             first.join(PATIENT)
@@ -212,7 +199,7 @@ def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytes
         monkeypatch.setattr(UnitManager, "_uninstall", slowly)
         thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
         assert releasing.wait(PATIENT)
-        with run.model.layers[0].register_forward_hook(lambda *_: begun.set()):
+        with run.model.block(0).register_forward_hook(lambda *_: begun.set()):
             found = run.evaluate()  # it waits
         thread.future.result(PATIENT)
         assert torch.equal(found, expected)

@@ -12,7 +12,6 @@ from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.loops import seeded
 from ..support.narrowed import BF16
-from ..support.plain import PlainRanks
 
 WIDTH = 64  # a multiple of the alignment: no padding
 
@@ -38,16 +37,3 @@ def step(model: nn.Module, optimizer: ZeroOptimizer, seed: int = 0) -> None:
     loss_of(model, seed).backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
-
-
-def plain_loop() -> PlainRanks:
-    return PlainRanks(build(), lambda masters: torch.optim.AdamW(masters, lr=0.05), precision=MixedPrecision(BF16))
-
-
-def step_plainly(loop: PlainRanks, *seeds: int) -> None:
-    """Take a step of the plain loop over a micro-batch for each seed."""
-    loop.divisor = len(seeds)
-    for seed in seeds:
-        loop.backward(0, loss_of(loop.model, seed).backward)
-    loop.step()
-    loop.clear()

@@ -15,10 +15,8 @@ from zero import ZeroOptimizer
 from ..support.errors import assert_in_order, error_of
 from ..support.machine.classes import name_of
 from ..support.plain import assert_same_model
-from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import Flagged, Ours, Popping, Scaled
-from .refused import Gathers, Shares, TakesModel, Wraps
+from .optimizers import Flagged, Gathers, Popping, Scaled, Shares, TakesModel, Wraps
 from .whole import Mixed, Named, groups_of, made, shared, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not element-wise")
@@ -54,18 +52,6 @@ def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> No
         assert f"param group {group} is stepped by torch.optim" in error_of(optimizer.step)
         optimizer.param_groups[group].update(kept)
     train(OnRank(model, optimizer), range(1))
-
-
-def test_options_of_an_added_group_are_those_of_its_class() -> None:
-    model = made(Mixed)
-    matrices, rest = shared(model)
-    groups = [{"params": rest}, {"params": matrices[:1], "layer": "block"}]
-    optimizer = ZeroOptimizer(groups, Ours, module=model, process_group=solo(), optimizer_kwargs={"partition": 0.25})
-    optimizer.add_param_group({"params": matrices[1:], "optimizer_class": Shampoo, "partition": "parameter"})
-    ours, block, shampoo = optimizer.param_groups
-    assert (ours["partition"], block["partition"], block["layer"]) == (0.25, 0.25, "block")
-    assert "optimizer_class" not in ours
-    assert (shampoo["lr"], "momentum" in shampoo, "nesterov" in shampoo) == (0.05, True, False)
 
 
 def test_options_that_a_scheduler_adds_are_no_arguments_of_a_class_that_knows_its_options(tmp_path: Path) -> None:

@@ -88,24 +88,6 @@ def test_gradients_that_are_not_finite_are_scaled_as_by_the_host_or_an_error(val
     assert "norm_limbs" not in launched
 
 
-def test_a_parameter_without_a_gradient_is_not_scaled(launched: list[str]) -> None:
-    """Later gradients are added to -0.0 in its place, also where the factor was NaN."""
-
-    def program(transport: Transport) -> bool:
-        model = blocks()
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=2, process_group=transport)
-        model(torch.full((4, 4), float("nan"))).sum().backward()
-        optimizer.set_full_grad(model[0].weight, None)
-        optimizer.clip_grad_norm_(1.0)
-        optimizer.zero_grad(set_to_none=False)
-        model(torch.ones(4, 4)).sum().backward()
-        gradient = optimizer.full_grad(model[0].weight)
-        return gradient is not None and bool(gradient.isfinite().all())
-
-    assert on_threads(2, program) == [True, True]
-    assert "scale" in launched
-
-
 def test_if_one_rank_has_no_kernels_all_clip_by_the_host(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
     here = threading.local()
 

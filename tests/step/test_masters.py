@@ -7,59 +7,32 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero.runtime.flat_states import MasterWeights
 
+from ..dials.loops import DIALS, steps
+from ..dials.record import config_with
 from ..support.built_kernels import built_kernels, put_in
 from ..support.errors import error_of
+from ..support.machine import program as p
+from ..support.machine.run import run
 from ..support.narrowed import BF16
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
-from .narrow import build, plain_loop, step, step_plainly, zero
+from ..support.plain import assert_same_bits, assert_same_states
+from .narrow import build, step, zero
+
+LOOPS: Any = DIALS[0].values
 
 
-@pytest.mark.parametrize(("stage", "with_kernels"), [(2, False), (2, True), (3, False)])
-def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int, with_kernels: bool) -> None:
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_masters_follow_what_is_written_into_the_model_element_by_element(with_kernels: bool) -> None:
     """An element that keeps its rounded value keeps the full precision of its master weight."""
-
-    def write(p: Tensor) -> None:
-        with torch.no_grad():
-            p.view(-1)[7:600] *= 1.5
-
-    def program(transport: Transport) -> tuple[nn.Module, list[Tensor]]:
-        model = build()
-        optimizer = zero(model, transport, stage)
-        step(model, optimizer, transport.rank)
-        before = optimizer.full_master(model[0].weight)
-        with optimizer.gathered(write=True):
-            kept = model[0].weight.detach().clone()
-            model[0].weight.data.mul_(1.5)
-        assert_same_bits(optimizer.full_master(model[0].weight), (kept * 1.5).float())
-        optimizer.consolidate_state_dict()
-        with optimizer.gathered(write=True):
-            model[0].weight.data.copy_(kept)
-        assert_same_bits(optimizer.full_master(model[0].weight), before, "reading changed something")
-        with optimizer.gathered(write=True):
-            write(model[0].weight)
-            model[2].load_state_dict({key: value.float() for key, value in build(5)[2].state_dict().items()})
-        read = [optimizer.full_master(p) for p in model.parameters()]
-        step(model, optimizer, transport.rank)
-        optimizer.close()
-        return model, read
-
-    plain: Any = plain_loop()
-    step_plainly(plain, 0, 1)
-    write(plain.model[0].weight)
-    plain.model[2].load_state_dict(build(5)[2].state_dict())
-    followed = plain.numbers.followed()
-    step_plainly(plain, 0, 1)
-    with put_in(built_kernels()) if with_kernels else nullcontext():
-        results = on_threads(2, program)
-    for model, read in results:
-        for ours, theirs in zip(read, followed, strict=True):
-            assert_same_bits(ours, theirs)
-        assert_same_model(model, plain.model)
+    launched = list[str]()
+    with put_in(built_kernels(launched.append)) if with_kernels else nullcontext():
+        config = config_with({"stage": 2, "world_size": 2, "precision": "bf16"})
+        run(config, *steps(1), p.Write(None, 2), p.FullState(0, masters=True), *LOOPS["edits"])
+    assert ("follow" in launched) is with_kernels
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -96,13 +69,13 @@ def test_a_dict_without_masters_keeps_them() -> None:
     saved = optimizer.state_dict()
     assert not torch.equal(saved["masters"][0], saved["masters"][0].to(BF16))
     for given, of_index in (
-        ({"masters": {}}, lambda index, p: p.detach().float()),
-        ({}, lambda index, p: saved["masters"][index]),
+        ({"masters": {}}, lambda index, q: q.detach().float()),
+        ({}, lambda index, q: saved["masters"][index]),
     ):
         optimizer.load_state_dict({**saved, **given})
         optimizer.load_state_dict({key: value for key, value in optimizer.state_dict().items() if key != "masters"})
-        for index, p in enumerate(model.parameters()):
-            assert_same_bits(optimizer.full_master(p), of_index(index, p))
+        for index, q in enumerate(model.parameters()):
+            assert_same_bits(optimizer.full_master(q), of_index(index, q))
     wide = torch.optim.AdamW([master.clone().requires_grad_() for master in saved["masters"].values()], lr=0.05)
     wide.load_state_dict(saved)  # torch's own class ignores the masters
     assert_same_states(wide.state_dict(), saved)

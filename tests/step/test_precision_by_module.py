@@ -1,24 +1,28 @@
-"""Mixed precision by module: who has which dtype, what is cast at a border, and what is refused."""
+"""Mixed precision: what inputs, outputs, buffers and modules are cast to, by module, and what is refused."""
 
 from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
+from collections import OrderedDict, UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from collectives import solo
+from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.by_module import KEEP
 from ..support.errors import error_of
 from ..support.loops import seeded
 from ..support.narrowed import BF16, FP16, FP32
-from ..support.plain import assert_same_bits
+from ..support.plain import assert_same_bits, assert_same_value
+from ..support.rows import rows
+from .narrow import WIDTH, build, step, zero
 
 ALL = MixedPrecision(BF16)
 
@@ -104,27 +108,14 @@ def test_a_function_is_asked_for_each_module_once_and_its_borders_cast() -> None
     optimizer.close()
 
 
-class Chain(nn.Module):
-    def __init__(self, layers: nn.ModuleList) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@pytest.mark.parametrize("held", ["module", "container"])
-def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs(held: str) -> None:
-    """Also if what two hold is a container without a forward. The name that was registered first counts."""
+def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs() -> None:
+    """The name that was registered first counts."""
     shared, entering = Seen(), list[torch.dtype]()
-    both = nn.ModuleList([shared])
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = (nn.Sequential(shared) if held == "module" else Chain(both) for _ in range(2))
+            self.a, self.b = (nn.Sequential(shared) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))  # type: ignore[no-any-return]
@@ -159,18 +150,6 @@ def test_hooks_of_the_user_see_what_was_cast_and_end_with_the_optimizer() -> Non
     assert copied(torch.ones(2, 4)).dtype is BF16
 
 
-def test_the_outputs_of_a_whole_model_are_cast_in_every_container() -> None:
-    class Outputs(nn.Linear):
-        def forward(self, x: Tensor) -> Any:
-            return {"y": super().forward(x), "all": (x, [x], 3), "count": torch.ones(1, dtype=torch.int64)}
-
-    model, optimizer = built(MixedPrecision(BF16, output_dtype=FP32), Outputs(4, 4))
-    found = model(torch.ones(2, 4))
-    assert [found["y"].dtype, found["all"][0].dtype, found["all"][1][0].dtype] == [FP32, FP32, FP32]
-    assert (found["all"][2], found["count"].dtype) == (3, torch.int64)
-    optimizer.close()
-
-
 def test_a_module_that_is_added_later_is_asked_too() -> None:
     """A group that would begin mixed precision is refused: at stage 0 gradients are shown in p.grad without it."""
     model, optimizer = built({"*": ALL, "last": KEEP})
@@ -184,3 +163,102 @@ def test_a_module_that_is_added_later_is_asked_too() -> None:
     group = {"params": early["late"].parameters()}
     assert "none did when the optimizer was built" in error_of(optimizer.add_param_group, group)
     optimizer.close()
+
+
+# -- the whole model ---------------------------------------------------------------------------------------------------
+
+
+class Averaging(nn.Module):
+    """A module that keeps a mean of its inputs in fp32, as a batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = build()
+        self.register_buffer("mean", torch.linspace(0, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        if self.training:
+            self.mean.lerp_(y.detach().float().mean(0), 0.1)
+        return y - self.mean.to(y.dtype)
+
+
+@pytest.mark.parametrize("stage", rows([2], [3]))
+def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
+    """It changes no weights, masters, moments and buffers, and no later step."""
+
+    def train(transport: Transport, evaluates: bool) -> Any:
+        model = Averaging()
+        optimizer = zero(model, transport, stage)
+        for number in range(3):
+            step(model, optimizer, 10 * number + transport.rank)
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(torch.ones(2, WIDTH))
+                model.train()
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        optimizer.close()
+        return model.state_dict(), states["state"], states["masters"]
+
+    for found, expected in on_threads(2, lambda transport: [train(transport, each) for each in (True, False)]):
+        assert_same_value(found, expected, "model, states and masters")
+
+
+class Fed(nn.Module):
+    """A model that records its inputs, with a parameter that no optimizer has and two buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.apart = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+        self.register_buffer("mean", torch.ones(2))
+        self.register_buffer("count", torch.ones((), dtype=torch.int64))
+        self.seen: list[Any] = []
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.seen = [x, *args, *kwargs.values()]
+        return {"loss": (x * self.weight * self.apart).sum(), "all": (x, [x], 3)}
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    name: str
+
+
+@dataclass
+class Item:
+    x: Tensor
+    count: int = 0
+
+
+@pytest.mark.parametrize(("stage", "casts"), rows([(0, True), (2, True), (3, False)], [(1, False), (3, True)]))
+def test_inputs_outputs_unlisted_parameters_and_asked_for_buffers_are_cast(stage: int, casts: bool) -> None:
+    """Inputs and outputs are cast in every container; the caller's own are unchanged."""
+    precision = MixedPrecision(BF16, buffer_dtype=BF16 if casts else None, cast_forward_inputs=casts, output_dtype=FP32)
+
+    def program(transport: Transport) -> None:
+        model = Fed()
+        arguments: dict[str, Any] = {"stage": stage, "module": model, "process_group": transport}
+        optimizer = ZeroOptimizer([model.weight], torch.optim.SGD, lr=0.1, mixed_precision=precision, **arguments)
+        x, y = torch.ones(2, dtype=FP32 if casts else BF16), torch.ones(2, dtype=FP16)
+        containers = (Pair(y, "a"), Item(y, 3), OrderedDict(x=y), UserDict({"x": y}), [y, (y,)])
+        found = model(x, *containers, more={"tokens": torch.ones(2, dtype=torch.int64)})
+        assert [found["loss"].dtype, found["all"][0].dtype, found["all"][1][0].dtype] == [FP32, FP32, FP32]
+        assert found["all"][2] == 3
+        found["loss"].backward()
+        first, pair, item, ordered, user, listed, more = model.seen
+        assert [type(value) for value in model.seen[1:-1]] == [type(value) for value in containers]
+        assert (pair.name, item.count) == ("a", 3)
+        inside = (pair.x, item.x, ordered["x"], user["x"], listed[0], listed[1][0])
+        assert {value.dtype for value in inside} == {BF16 if casts else FP16}
+        assert (first.dtype, more["tokens"].dtype, y.dtype) == (BF16, torch.int64, FP16)
+        assert (model.weight.dtype, model.apart.dtype) == (BF16, BF16)
+        assert (model.mean.dtype, model.count.dtype) == (BF16 if casts else FP32, torch.int64)
+        optimizer.step()
+        optimizer.close()
+        assert model.weight.dtype is BF16
+        model(x)
+        assert model.seen[0].dtype is x.dtype
+
+    on_threads(2, program)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero import MixedPrecision, StochasticRounding, ZeroOptimizer
 
 from ..support.errors import assert_in_order, error_of
@@ -127,7 +127,6 @@ class Fails(torch.optim.SGD):
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_a_step_that_fails_leaves_weights_and_states_in_16_bits(sharded: bool) -> None:
-    """Nor does it change gradients, in a plain loop."""
     model = net()
     given: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     ours = {"process_group": solo(), "rounding": ROUNDING}
@@ -187,19 +186,3 @@ def test_wrong_arguments_of_the_plain_step_are_refused_and_nothing_is_stepped() 
     optimizer = ZeroOptimizer(net(), process_group=solo(), rounding=ROUNDING)
     assert_in_order("not a ZeroOptimizer: … rounds in its own step()", error_of(ROUNDING.step, optimizer))
     assert "rounds fp32 to bf16, not <class 'list'>" in error_of(ROUNDING.round, [1.0])
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_ranks_that_count_other_steps_learn_of_it_before_anything_is_rounded(stage: int) -> None:
-    def program(transport: Transport) -> None:
-        model = net()
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, rounding=ROUNDING)
-        before = values(model)
-        optimizer.param_groups[0]["rounding_steps"] = transport.rank
-        net_loss(model, 0).backward()
-        words = "option 'rounding_steps' of the param groups differs between rank 0 and"
-        assert words in error_of(optimizer.step)
-        for p, other in zip(model.parameters(), before, strict=True):
-            assert_same_bits(p, other)
-
-    on_threads(2, program)

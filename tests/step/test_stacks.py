@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from collectives import Transport, solo
+from collectives import solo
 from zero import ZeroOptimizer
 
 from ..support.blockwise import Blockwise
 from ..support.errors import assert_in_order, error_of
 from ..support.plain import assert_same_model
 from .optimizers import Products
-from .whole import QKV, Stacks, on_ranks, stacks_of
+from .whole import QKV
 
 
 def fused(blocks: Any, cls: Any = torch.optim.AdamW) -> tuple[nn.Module, ZeroOptimizer]:
@@ -131,7 +131,6 @@ Columns = type("Columns", (Sized,), {"rows": lambda _, p: p.grad.sum(0)})
 
 
 def test_a_checkpoint_has_the_blocks_and_their_states_are_not_those_of_others(tmp_path: Path) -> None:
-    """Also of as many blocks of other sizes, whose states have the same shapes."""
     for cls, before, name in ((Sized, [24, 8], "rows"), (Left, [16, 16], "left")):
         model, optimizer = fused(before, cls)
         zero.save(tmp_path / name, optimizer)
@@ -153,7 +152,6 @@ def test_a_checkpoint_has_the_blocks_and_their_states_are_not_those_of_others(tm
 
 
 def test_states_of_blocks_begin_anew_where_rows_were_added(tmp_path: Path) -> None:
-    """Also those of a single block, which are one value."""
     _, optimizer = fused([32], Norm)
     zero.save(tmp_path / "saved", optimizer)
     model = nn.ParameterList([nn.Parameter(torch.ones(64, 16))])
@@ -196,13 +194,3 @@ def test_what_has_no_blocks_is_refused_with_the_remedy() -> None:
         model = nn.ParameterList([parameter])
         groups = [{"params": list(model.named_parameters()), **group}]
         assert_in_order(words, error_of(ZeroOptimizer, groups, torch.optim.AdamW, process_group=solo()))
-
-
-def test_ranks_with_other_blocks_learn_of_it_when_they_build() -> None:
-    def run(model: nn.Module, transport: Transport) -> str:
-        groups = stacks_of(model, sizes=[16, 16] if transport.rank else QKV)
-        return error_of(ZeroOptimizer, groups, torch.optim.AdamW, module=model, process_group=transport)
-
-    for error in on_ranks(2, run, Stacks):
-        assert "qkv [32, 16]" in error
-        assert "stack [(16, 16), (16, 16)]" in error

@@ -12,16 +12,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zero import StochasticRounding, ZeroOptimizer
+from collectives import solo
+from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
+from zero.step.user_optimizer import GROUPS_BESIDE_GATHERS
 
 from ..support.blockwise import Blockwise
 from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
-from ..support.rows import without
+from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import Codes, Flagged, Momentum, Ours, Popping, Products, Scaled, every_second, gram, narrow
-from .refused import ALONE, OPTIONS, Net
+from .optimizers import ALONE, OPTIONS, Codes, Flagged, Momentum, Net, Ours, Popping, Products, every_second, gram
 from .whole import (
     Groups,
     Large,
@@ -30,9 +31,11 @@ from .whole import (
     Stacks,
     Training,
     assert_goes_on,
+    assert_same,
     groups_of,
     in_pieces,
     in_two,
+    made,
     of_one_class,
     shared,
     stacks_of,
@@ -65,28 +68,17 @@ def whole(model: nn.Module) -> Groups:
     return of_one_class(model, partition="parameter")
 
 
-def with_a_class(cls: Any, **given: Any) -> Any:
+def with_a_class(model: nn.Module) -> Groups:
     """Return groups of which the second has a class with arguments, and the last, which is added, yet another one."""
-
-    def groups(model: nn.Module) -> Groups:
-        matrices, rest = shared(model)
-        own = {"optimizer_class": cls, "layer": "block", **given}
-        shampoo = {"optimizer_class": Shampoo, "partition": "parameter"}
-        return [{"params": rest}, {"params": matrices[:2], **own}, {"params": matrices[2:], **shampoo}]
-
-    momentum = {"lr": 1e-3, "momentum": 0.9}
-    return Training(Mixed, groups, torch.optim.SGD, momentum, {cls: given}, added=1, counted=False)
-
-
-def flagged(model: nn.Module, **of_group: Any) -> Groups:
-    """Return groups with an option that their class wants. ``of_group``: of the first one, the other has none."""
     matrices, rest = shared(model)
-    rest_of = {"params": rest} if of_group else {"params": rest, "matrices": False, "lr": 0.01}
-    return [{"params": matrices, "matrices": True, **of_group}, rest_of]
+    own = {"optimizer_class": Popping, "layer": "block", **OF_POPPING}
+    return [{"params": rest}, {"params": matrices[:2], **own}, {"params": matrices[2:], **OF_SHAMPOO}]
 
 
-def flagged_beside_another(model: nn.Module) -> Groups:
-    return flagged(model, optimizer_class=Flagged)
+def flagged(model: nn.Module) -> Groups:
+    """Return groups of which the first has a class with an option that it wants."""
+    matrices, rest = shared(model)
+    return [{"params": matrices, "matrices": True, "optimizer_class": Flagged}, {"params": rest}]
 
 
 def with_our_names(model: nn.Module) -> Groups:
@@ -119,6 +111,11 @@ def rounded(build: Any, groups: Any, cls: Any, counted: bool = True, **options: 
     return Training(lambda: build().bfloat16(), groups, cls, options, added=added, counted=counted, rounding=ROUNDING)
 
 
+OF_POPPING: dict[str, Any] = {"lr": 0.1, "factor": 0.5}
+OF_SHAMPOO = {"optimizer_class": Shampoo, "partition": "parameter"}
+MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
+POPPING = Training(Mixed, with_a_class, torch.optim.SGD, MOMENTUM, {Popping: OF_POPPING}, added=1, counted=False)
+FLAGGED = Training(Mixed, flagged, torch.optim.Adagrad, {"lr": 0.03})
 CODES = Training(Mixed, whole, Codes, counted=False)
 PIECES = Training(Large, in_pieces, Blockwise)
 ALIGNED = Training(Matrices, lambda model: of_one_class(model, blocks=0), Products)
@@ -128,72 +125,38 @@ OURS = Training(Mixed, with_our_names, Ours, {"stage": 3.5, "partition": 0.25, "
 P = Place
 ROWS: dict[str, tuple[Training, Place, Place, str]] = {
     "states in 8 bits": (CODES, P(2, 0), P(1, 1), "checkpoint"),
-    "states in 8 bits, dict": (CODES, P(2, 1), P(3, 2), "dict"),
     "subclasses": (Training(Wide, whole, Blockwise), P(1, 2), P(2, 3), "of the class"),
-    "subclasses, checkpoint": (Training(Wide, whole, Blockwise), P(2, 3), P(3, 0), "checkpoint"),
     "pieces of blocks": (PIECES, P(3, 2), P(2, 3), "checkpoint"),
-    "pieces of blocks, of the class": (PIECES, P(2, 0), P(3, 1), "of the class"),
-    "pieces of blocks, copies": (PIECES, P(6, 3, {"sharding_factor": 3}), P(1, 2), "dict"),
     "two classes": (Training(Mixed, groups_of), P(1, 2), P(2, 0), "of the class"),
-    "two classes, in bf16": (Training(lambda: Mixed().bfloat16(), groups_of), P(2, 1), P(3, 3), "checkpoint"),
     "blocks": (MUON, P(3, 3), P(2, 2), "dict"),
     "blocks in bf16": (in_blocks(precision="bf16"), P(2, 2), P(3, 3), "checkpoint"),
-    "blocks, sums in bf16": (in_blocks(precision="bf16, added up in bf16"), P(2, 0), P(1, 1), "checkpoint"),
-    "blocks, copies": (MUON, P(6, 1, {"sharding_factor": 3}), P(6, 3, {"sharding_factor": 2}), "checkpoint"),
     "blocks, states of each": (ADAFACTOR, P(2, 1, {"bucket_cap_mb": 25.0}), P(3, 3), "checkpoint"),
-    "blocks by element": (ADAMW, P(6, 3), P(3, 0), "dict"),
     "blocks, aligned": (ALIGNED, P(2, 2), P(3, 1), "dict"),
     "rounded, states of an added group": (ADAGRAD, P(2, 1), P(3, 3), "checkpoint"),
-    **{
-        f"rounded, {kept.__name__}": (
-            rounded(Mixed, of_one_class, Momentum, False, kept=kept),
-            P(2, 1),
-            P(3, 3),
-            "dict",
-        )
-        for kept in (narrow, every_second)
-    },
+    "rounded, every second": (
+        rounded(Mixed, of_one_class, Momentum, False, kept=every_second),
+        P(2, 1),
+        P(3, 3),
+        "dict",
+    ),
     "rounded, all are square": (rounded(Square, whole, Momentum, False, kept=gram), P(1, 2), P(2, 3), "dict"),
     "masters of an added group": (
         Training(lambda: Mixed().double(), in_two, torch.optim.RAdam, added=1, precision=PRECISIONS["bf16"]),
         *(P(2, 3), P(3, 1), "checkpoint"),
     ),
-    "arguments of a class": (with_a_class(Popping, lr=0.1, factor=0.5), P(3, 3), P(2, 1), "checkpoint"),
-    "a named argument": (
-        with_a_class(torch.optim.Adagrad, initial_accumulator_value=0.5),
-        P(3, 1),
-        P(3, 1),
-        "checkpoint",
-    ),
-    "a scale": (with_a_class(Scaled, scale=0.5), P(2, 2), P(3, 0), "dict"),
-    "a wanted option": (Training(Mixed, flagged, Flagged, {"lr": 0.03}), P(2, 0), P(3, 3), "dict"),
-    "a wanted option of a group": (
-        Training(Mixed, flagged_beside_another, torch.optim.Adagrad, {"lr": 0.03}),
-        P(3, 2),
-        P(2, 1),
-        "checkpoint",
-    ),
+    "arguments of a class": (POPPING, P(3, 3), P(2, 1), "checkpoint"),
+    "a wanted option of a group": (FLAGGED, P(3, 2), P(2, 1), "checkpoint"),
     "names of ours": (OURS, P(3, 3), P(2, 0), "checkpoint"),
-    **{
-        name: (Training(Net, whole, ALONE[name], OPTIONS, counted=False), P(2, 3), P(3, 1), "dict")
-        for name in ("DecayScalarsToo", "Centralized")
-    },
+    "by parameter": (Training(Net, whole, ALONE["Centralized"], OPTIONS, counted=False), P(2, 3), P(3, 1), "dict"),
 }
-FURTHER = (
-    *("states in 8 bits, dict", "subclasses, checkpoint", "pieces of blocks, of the class", "pieces of blocks, copies"),
-    *("two classes, in bf16", "blocks, sums in bf16", "blocks, copies", "blocks by element", "a named argument"),
-    *("a scale", "a wanted option", "DecayScalarsToo", "rounded, narrow"),
-)
 
 
-@pytest.mark.parametrize("row", without(ROWS, *FURTHER))
+@pytest.mark.parametrize("row", ROWS)
 def test_training_goes_on_as_in_the_plain_loop(row: str, tmp_path: Path) -> None:
     assert_goes_on(*ROWS[row], tmp_path)
 
 
 def test_a_state_that_cannot_be_sent_is_named_on_every_rank() -> None:
-    """Its owner alone knows it."""
-
     def run(model: nn.Module, optimizer: ZeroOptimizer) -> str:
         train(OnRank(model, optimizer))
         assert f"by parameter: {len(list(model.parameters()))} parameters" in str(optimizer.describe())
@@ -201,3 +164,62 @@ def test_a_state_that_cannot_be_sent_is_named_on_every_rank() -> None:
 
     for message in Training(Net, whole, ALONE["OwnObjects"], OPTIONS, counted=False).on(P(2, 3), run):
         assert "['keeper'] is a Keeper" in message
+
+
+# -- on accelerators, where a class steps the buckets of a group in one call -------------------------------------------
+
+SMALL = {"bucket_cap_mb": 0.0002}
+
+
+class Counted(torch.optim.AdamW):
+    """It counts its steps, as a class may for its own use."""
+
+    steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+def of_two_classes(model: nn.Module) -> list[dict[str, Any]]:
+    matrices, rest = shared(model)
+    return [
+        {"params": matrices[:3], "lr": 0.01},
+        {"params": rest, "optimizer_class": torch.optim.SGD, "momentum": 0.9},
+        {"params": matrices[3:], "lr": 0.02, "weight_decay": 0.1},
+    ]
+
+
+def instances_of(optimizer: ZeroOptimizer) -> list[Any]:
+    """Return the optimizer of torch that steps each bucket."""
+    return [bucket.states.instance for bucket in optimizer._storage.buckets if not bucket.specs[0].optimizer_class]
+
+
+@pytest.mark.usefixtures("launched")
+@pytest.mark.parametrize("stage", rows([1, 3], [0, 2]))
+def test_a_class_steps_a_group_of_buckets_in_one_call_with_the_bits_of_the_plain_loop(stage: int) -> None:
+    training = Training(Mixed, of_two_classes, Counted)
+    plain = training.plain()
+    train(plain)
+
+    def run(model: nn.Module, optimizer: ZeroOptimizer) -> Any:
+        train(OnRank(model, optimizer))
+        optimizer.consolidate_state_dict(None)
+        return (model, optimizer.state_dict()), instances_of(optimizer)
+
+    calls = GROUPS_BESIDE_GATHERS if stage in (1, 2) else 1
+    for found, instances in training.on(Place(2, stage, SMALL), run):
+        assert_same([found], plain)
+        assert len(instances) > GROUPS_BESIDE_GATHERS
+        assert [instance.steps for instance in dict.fromkeys(instances)] == [3] * calls
+
+
+@pytest.mark.usefixtures("launched")
+def test_buckets_of_offloaded_states_or_widened_gradients_are_stepped_one_by_one(tmp_path: Path) -> None:
+    narrow = MixedPrecision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
+    for given in ({"offload": Offload(tmp_path)}, {"mixed_precision": narrow}):
+        arguments: dict[str, Any] = {"process_group": solo(), **SMALL, **given}
+        optimizer = ZeroOptimizer(made(Mixed), torch.optim.AdamW, **arguments)
+        assert len(set(instances_of(optimizer))) == len(instances_of(optimizer)) > 1
+        optimizer.close()

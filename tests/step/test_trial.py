@@ -30,7 +30,18 @@ from ..support.rows import ALL, rows
 from ..support.shampoo import Shampoo
 from ..support.sides import Side, same_as_plain
 from ..support.warned import own
-from .refused import ALONE, OPTIONS, TOGETHER, Centralized, Coupled, DecayMatricesOnly, Draws, OwnCounter, coupled, net
+from .optimizers import (
+    ALONE,
+    OPTIONS,
+    TOGETHER,
+    Centralized,
+    Coupled,
+    DecayMatricesOnly,
+    Draws,
+    OwnCounter,
+    coupled,
+    net,
+)
 from .whole import made
 
 pytestmark = [pytest.mark.usefixtures("every_trial_runs"), pytest.mark.filterwarnings("ignore:.* is not element-wise")]

@@ -220,15 +220,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Training:
-    """A training.
+    """A training. ``cls``: of groups without one, with the arguments ``options``; ``built``: the arguments of others.
 
-    Attributes:
-        groups: the param groups of a model.
-        cls: the class of groups without one; ``options`` are its arguments.
-        built: the plain loop's arguments of the classes of groups.
-        added: how many groups are added to the others, which come first.
-        counted: whether the formulas know the bytes of the states.
-        rounding: a `StochasticRounding`.
+    ``added``: how many groups are added to the others, which come first; ``counted``: whether the formulas know the
+    bytes of the states.
     """
 
     build: Callable[[], nn.Module] = Mixed

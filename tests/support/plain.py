@@ -19,7 +19,7 @@ from zero import clip_grad_norm_
 from .narrowed import Narrowed
 
 Gradients = dict[int, Tensor]  # by the parameter's index
-Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
+Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none", "another's zeros"]
 
 
 def plain_step(
@@ -144,6 +144,8 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> Non
     if how == "none":
         for parameter in model.parameters():
             parameter.grad = None
+    elif how == "another's zeros":  # which torch.optim sets in all gradients at once
+        torch.optim.SGD(model.parameters(), foreach=True).zero_grad(set_to_none=False)
     else:
         cleared = model if how.startswith("module") else optimizer
         cleared.zero_grad(set_to_none="zeros" not in how)

@@ -15,7 +15,6 @@ from .models import build, odd_batches, odd_loss
 from .small import TwoVectors
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
-SHARDED = pytest.mark.parametrize("stage", [1, 2])
 
 
 def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) -> tuple[nn.Module, ZeroOptimizer]:

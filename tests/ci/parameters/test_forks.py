@@ -20,18 +20,16 @@ from torch import nn
 
 from collectives.backends.shared_memory import PeerProcess
 
-from ...parameters.odd import Run, plain
+from ...parameters.stage3 import INPUTS, Run, loss_of, plain
 from ...support.errors import error_of
-from ...support.models import odd_loss
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
 
-RANKS = 2
 REMEDY = "a copy of the model that was made before the fork"
 FORWARDS: dict[str, Callable[[Run], Any]] = {
     "forward": Run.loss,
     "evaluation": Run.evaluate,
-    "forward of a unit": lambda run: run.model.layers[1](torch.ones(2, 13)),
+    "forward of a unit": lambda run: run.model.block(1)(INPUTS),
 }
 COLLECTIVES: dict[str, Callable[[Run], Any]] = {
     "gathered": lambda run: run.optimizer.gathered().__enter__(),
@@ -92,21 +90,21 @@ def assert_child_is_refused(run: Run, stage: int, kept: Any) -> None:
 
 def forks(group: dist.ProcessGroup | None, rank: int, stage: int, algorithm: str, moment: str) -> nn.Module:
     run, forked = Run(group, stage=stage, collective=algorithm), list[bool]()
-    run.step(0)
-    kept = run.loss(1)
+    run.step()
+    kept = run.loss()
 
     def fork(*_: Any) -> None:
-        if not forked:  # else in a unit that is used twice
+        if not forked:  # else in the child
             forked.append(True)
             assert_child_is_refused(run, stage, kept)
 
     where: Any = nullcontext()
     if moment == "inside a forward":
-        where = run.model.layers[0].register_forward_pre_hook(fork)
+        where = run.model.block(0).register_forward_pre_hook(fork)
     elif moment == "inside a backward":
-        where = run.model.one.register_hook(fork)
+        where = run.model.first.weight.register_hook(fork)
     with where:
-        loss = run.loss(1)
+        loss = run.loss()
         loss.backward()
     if moment == "inside gathered":
         with run.optimizer.gathered():
@@ -115,7 +113,7 @@ def forks(group: dist.ProcessGroup | None, rank: int, stage: int, algorithm: str
         fork()
     assert forked
     run.end_step()
-    run.step(2)
+    run.step()
     run.optimizer.close()
     model: nn.Module = run.model
     return model
@@ -135,12 +133,12 @@ def test_what_a_forked_child_does_raises_at_once_and_the_ranks_go_on(
     gloo: GlooPool, stage: int, algorithm: str, moment: str
 ) -> None:
     for model in gloo.run(forks, stage, algorithm, moment):
-        assert_same_model(model, plain(RANKS))
+        assert_same_model(model, plain(3))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_one_rank_alone_behaves_as_several(stage: int) -> None:
-    assert_same_model(forks(None, 0, stage, "auto", "before a step"), plain(1))
+    assert_same_model(forks(None, 0, stage, "auto", "before a step"), plain(3))
 
 
 def peers() -> list[PeerProcess]:
@@ -152,7 +150,7 @@ def collects(group: dist.ProcessGroup, rank: int) -> Any:
     run = Run(group, stage=3)
     (peer,) = (weakref.ref(each) for each in peers() if not any(each is other for other in others))
     del others
-    run.step(0)
+    run.step()
     with run.optimizer.gathered():
         copied = copy.deepcopy(run.model)
 
@@ -160,12 +158,12 @@ def collects(group: dist.ProcessGroup, rank: int) -> Any:
         optimizer = weakref.ref(run.optimizer)
         del run.optimizer, run.model
         gc.collect()
-        return [optimizer() is None, peer() is None, odd_loss(copied, run.batches[0][0]).item()]
+        return [optimizer() is None, peer() is None, loss_of(copied, INPUTS).item()]
 
     said = said_by_a_child(collect)
-    assert said == [True, True, odd_loss(copied, run.batches[0][0]).item()], said
-    run.step(1)
-    run.step(2)
+    assert said == [True, True, loss_of(copied, INPUTS).item()], said
+    run.step()
+    run.step()
     run.optimizer.close()
     return run.model
 
@@ -173,4 +171,4 @@ def collects(group: dist.ProcessGroup, rank: int) -> Any:
 def test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks(gloo: GlooPool) -> None:
     """A copy that was made inside `gathered()` evaluates there."""
     for model in gloo.run(collects):
-        assert_same_model(model, plain(RANKS))
+        assert_same_model(model, plain(3))

@@ -1,60 +1,32 @@
-"""Ignored experts on processes: the plain loop's bits and norms on meshes and groups of 1 to 6 ranks."""
+"""Modules that some processes train apart: the plain loop's bits and norms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from ...parameters.experts import EXPERTS, Pair, Sparse, assert_trained
-from ...support.narrowed import PRECISIONS
-from ...support.pool import GlooPool
+from ...parameters.apart import Case, Rank
+from ...support.pool import MADE, GlooPool
 
-
-@pytest.fixture(scope="module")
-def six() -> Iterator[GlooPool]:
-    pool = GlooPool(size=6)
-    yield pool
-    pool.stop()
+CASES = {
+    "in a ring": Case({"a": (0, 1), "b": (1, 3), "c": (2, 3), "d": (0, 2)}, ("ad", "ab", "cd", "bc"), (3, 2, 0)),
+    "bf16": Case({"a": (0, 2), "b": (1, 3)}, ("a", "b", "a", "b"), (3, 1), "bf16", {"sharding_factor": 2}),
+}
 
 
-def train(
-    group: dist.ProcessGroup, rank: int, count: int, stages: tuple[int, int], how: str, more: dict[str, Any]
-) -> tuple[Sparse, list[Tensor]] | None:
-    """Train on the first ``count`` processes. Return the model and the norms; None on the others.
-
-    ``how``: the ranks of the first optimizer as "a mesh" of two dimensions, "a row" of one, or "a group".
-    """
-    ranks = torch.arange(count)
-    of_group, row = {"process_group": dist.new_group(range(count))}, DeviceMesh("cpu", ranks)
-    mesh = DeviceMesh("cpu", ranks.view(-1, min(EXPERTS, count)), mesh_dim_names=("same", "experts"))
-    if rank >= count:
-        return None
-    first = {"a mesh": {"mesh": mesh}, "a row": {"mesh": row}, "a group": of_group}[how]
-    pair = Pair(rank, count, (first, {"mesh": mesh["same"]} if count > 1 else of_group), stages, **more)
-    norms = pair.train(range(2))
-    return pair.close(), norms
+def train(group: dist.ProcessGroup, rank: int, case: Case) -> tuple[Rank, list[Tensor]]:
+    trained = Rank(rank, case, {"all": group, **{n: MADE[ranks] for n, ranks in case.groups.items() if rank in ranks}})
+    norms = trained.train([2.0, 2.0])
+    trained.close()
+    trained.all = dict.fromkeys(trained.all)  # type: ignore[arg-type]  # optimizers are not sent
+    del trained.first, trained.also
+    return trained, norms
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages", "how", "more"),
-    [
-        (6, (3, 2), "a mesh", {}),
-        (6, (0, 3), "a row", {}),
-        (4, (2, 0), "a mesh", {"precision": PRECISIONS["bf16"]}),
-        (4, (3, 3), "a group", {"sharding_factor": 2}),
-        (2, (3, 1), "a row", {"precision": PRECISIONS["bf16"]}),
-        (1, (3, 2), "a group", {}),
-    ],
-    ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, tuple, str)) else "-".join(value),
-)
-def test_experts_on_processes_train_the_bits_of_one_plain_loop_with_one_norm(
-    six: GlooPool, ranks: int, stages: tuple[int, int], how: str, more: dict[str, Any]
+@pytest.mark.parametrize("name", CASES)
+def test_modules_that_processes_train_apart_have_the_bits_of_one_plain_loop_with_one_norm(
+    gloo: GlooPool, name: str
 ) -> None:
-    found = six.run(train, ranks, stages, how, more, ranks=range(6))[:ranks]
-    assert_trained(found, 2, more.get("precision"))
+    case = CASES[name]
+    case.check(gloo.run(train, case, ranks=range(case.ranks)), [2.0, 2.0])

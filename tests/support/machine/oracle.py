@@ -115,7 +115,7 @@ class Oracle(AsPlain, Player):
             gradient = None if gradient is None else gradient / self.divisor
         return None if gradient is None else gradient.clone()
 
-    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+    def set_gradient(self, index: int, gradient: Tensor | None, *, alike: bool = False) -> None:
         self.replace(index, None if gradient is None else self.numbers.wide(index, gradient))
 
     def scaled_step(self, command: p.Scaled) -> Any:
@@ -125,6 +125,8 @@ class Oracle(AsPlain, Player):
         for rank, part in zip(self.ranks, parts, strict=True):
             loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank, part))
             self.backward(rank, loss.backward)
+        if command.sets:
+            self._set(p.SetGrad(0, command.seed))
         self.settle()
         beside = [q for part in parts if part is not None for q in part.parameters()]
         for gradient in (q.grad for q in beside if q.grad is not None):

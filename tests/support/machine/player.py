@@ -91,10 +91,7 @@ class Player:
             case p.FullGrad():
                 return self.full_gradient(command.number % len(list(self.model.parameters())))
             case p.SetGrad():
-                number = command.number % len(list(self.model.parameters()))
-                gradient = p.replacement(self.chosen((number,))[0], command)
-                self.set_gradient(number, gradient)
-                return self.full_gradient(number)
+                return self.full_gradient(self._set(command))
             case p.Describe():
                 self.check()
                 if command.exact:
@@ -123,6 +120,12 @@ class Player:
             case p.Load():
                 self.load(command)
         return None
+
+    def _set(self, command: p.SetGrad, **given: Any) -> int:
+        """Replace a gradient; return its number."""
+        number = command.number % len(list(self.model.parameters()))
+        self.set_gradient(number, p.replacement(self.chosen((number,))[0], command), **given)
+        return number
 
     def _write(self, command: p.Write) -> None:
         parameters = self.chosen(command.numbers)
@@ -167,6 +170,8 @@ class Player:
                 for rank in self.ranks:
                     if step < command.of(rank):
                         self._micro_batch(rank, p.Backward(command.seed + step))
+                for number in (0, 1) if command.sets else ():
+                    self._set(p.SetGrad(number, command.seed, none=number == 1), alike=True)
                 self.clip(1.0)
                 self.step()
                 self.clear("zero_grad")

@@ -25,6 +25,7 @@ Numbers: TypeAlias = tuple[int, ...] | None  # None: all
 FOLDER = "a folder"  # stands for one that a run makes
 Form = Literal[
     "one", "two forwards", "two losses", "retained", "autograd.grad before", "zeros", "autocast", "penalised",
+    "with a graph",
 ]  # fmt: skip
 AVERAGES: dict[str, dict[str, Any]] = {  # arguments of an average, by its kind
     "mean": {},
@@ -238,7 +239,8 @@ class Scaled(Command):
 
     ``overflow``: a rank (modulo their number) whose loss is infinite. ``beside``: each rank has a part of its own, too
     (`part_of`), whose loss is the infinite one. Parts are clipped with the model (`also=`) or by themselves (`over=`).
-    ``unscale`` False: nothing is clipped, and the scaler's `step` unscales.
+    ``unscale`` False: nothing is clipped, and the scaler's `step` unscales. ``further``: a backward that is dropped
+    follows it. ``sets``: before all this a mean gradient is replaced.
     """
 
     seed: int
@@ -246,13 +248,16 @@ class Scaled(Command):
     overflow: int | None = None
     beside: Literal["", "also", "over"] = ""
     unscale: bool = True
+    further: bool = False
+    sets: bool = False
 
 
 class Joined(Command):
-    """Run whole steps inside `join`: ``counts[r % len]`` of them on rank r."""
+    """Run whole steps inside `join`: ``counts[r % len]`` of them on rank r. ``sets``: a mean gradient is replaced."""
 
     seed: int
     counts: tuple[int, ...]
+    sets: bool = False
 
     def of(self, rank: int) -> int:
         return self.counts[rank % len(self.counts)]
@@ -449,6 +454,8 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
         loss = loss_of(model, batch)
     if command.form == "retained":
         return [lambda: loss.backward(retain_graph=True), loss.backward]
+    if command.form == "with a graph":
+        return [lambda: loss.backward(create_graph=True)]
     if command.form == "autograd.grad before":
         torch.autograd.grad(loss, batch.x, retain_graph=True, allow_unused=True)
     if command.form == "penalised":  # by the norm of a gradient, as in a WGAN

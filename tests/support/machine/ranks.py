@@ -323,11 +323,11 @@ class Rank(OnRank, Player):
     def full_gradient(self, index: int) -> Tensor | None:
         return self.optimizer.full_grad(list(self.model.parameters())[index])
 
-    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+    def set_gradient(self, index: int, gradient: Tensor | None, *, alike: bool = False) -> None:
         parameter = list(self.model.parameters())[index]
         if gradient is not None:
             gradient = gradient.to(sum_dtypes(self.model, self.config.mixed)[parameter])
-            if self.rank:
+            if self.rank and not alike:
                 gradient = torch.zeros_like(gradient)  # rank 0's counts
         self.optimizer.set_full_grad(parameter, gradient)
 
@@ -340,6 +340,8 @@ class Rank(OnRank, Player):
             own: dict[str, Any] = {"stage": 0, "process_group": solo(), "divisor": divisor, "lr": 0.1}
             optimizers.append(ZeroOptimizer(part, torch.optim.SGD, **own))
         scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank, part)).backward()
+        if command.sets:
+            self._set(p.SetGrad(0, command.seed))
         for each in optimizers if command.unscale else ():
             scaler.unscale_(each)
         also = {"also": optimizers[1:]} if command.beside == "also" else {}
@@ -348,6 +350,8 @@ class Rank(OnRank, Player):
             norms.append(optimizers[1].clip_grad_norm_(1.0, over=self.group))
         for each in optimizers:
             scaler.step(each)
+        if command.further:
+            scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank)).backward()
         scaler.update()
         self.clear()
         for each in optimizers[1:]:
