@@ -48,7 +48,7 @@ def one_thread() -> None:
     """
     import torch
 
-    from .support.programs import CLASSES
+    from .support.machine.classes import CLASSES
 
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):

@@ -26,11 +26,11 @@ from zero.checkpoint.write.saver import SaveRequest
 from ..dials.loops import steps
 from ..dials.record import config_with
 from ..support.limits import PATIENT
+from ..support.machine.classes import BY_PARAMETER
 from ..support.machine.hosts import ThreadsOnHosts
 from ..support.machine.program import FOLDER, Consolidate, Describe, Load, Setting
 from ..support.machine.run import run
 from ..support.machine.trees import Part
-from ..support.programs import BY_PARAMETER
 from ..support.rows import only
 from ..support.shampoo import Rotated
 from ..support.two_modes import ScheduleFree

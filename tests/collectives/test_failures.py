@@ -50,11 +50,14 @@ from collectives.links.messenger import SMALL
 from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..kills import LABEL, Case, by_tree, halves, launch, run
 from ..support.carried import FEWER, FP32, FP64, each, folded, hosts_of, jitter
 from ..support.late import LateLoopback, Threads
 from ..support.limits import PATIENT, at_once
-from ..support.programs import Program, compare, run_rank
+from ..support.machine.run import Played, play
+from ..support.machine.run import run as run_program
 from ..support.rows import only, rows
 
 T = TypeVar("T")
@@ -396,12 +399,12 @@ def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
 @pytest.mark.parametrize("algorithm", rows(["pairwise"], ["ring", "hierarchical"]))
 def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At stage 3 the next unit's gather is launched before this unit's reductions, and waited for after them."""
-    program: Any = Program(2, 3, collective=ALGORITHMS[algorithm])  # type: ignore[arg-type]
+    config = config_with({"stage": 3, "world_size": 2, "collective": ALGORITHMS[algorithm]})
     for small in (0, messenger.SMALL):
         monkeypatch.setattr(messenger, "SMALL", small)
-        found = Clocked[Any](2).run(lambda transport: run_rank(program, transport))
+        found = Clocked[Any](2).run(lambda transport: play(config, steps(3), transport))
         if algorithm != "ring":
-            compare(program, found)
+            run_program(config, *steps(3), backend=Played(found))
 
 
 TELLING = Tag(Kind.EXCHANGE, "telling")

@@ -26,11 +26,12 @@ from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
+from ..dials.loops import steps
+from ..dials.record import config_with
 from ..support.built_kernels import built_kernels, compiled, put_in
 from ..support.devices import DEVICES
+from ..support.machine.run import run
 from ..support.narrowed import PRECISIONS
-from ..support.programs import Program, Step
-from ..support.programs import check as check_program
 from ..support.rows import only
 
 
@@ -137,7 +138,7 @@ def test_empty_tensors_launch_nothing_and_hundreds_are_read_or_written_in_three_
 def test_a_training_that_uses_the_kernels_has_the_bits_of_the_plain_loop(stage: int, precision: str) -> None:
     launched: list[str] = []
     with put_in(built_kernels(launched.append)):
-        check_program(Program(3, stage, precision=PRECISIONS[precision], steps=(Step(clips=((0.1, 2.0),)), Step())))
+        run(config_with({"stage": stage, "world_size": 3, "precision": precision}), *steps(2))
     assert any(name.startswith("ordered_sum") for name in launched)
     assert "follow" in launched or stage == 3 or precision.startswith("fp32"), "fp32 has no master weights"
 

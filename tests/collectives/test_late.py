@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -19,53 +18,55 @@ from collectives import ALGORITHMS, Kind, Tag, Transport
 from collectives.algorithms import plans
 from collectives.launches.sentinel import Post
 
+from ..dials.loops import step, steps
+from ..dials.record import config_with
 from ..support.carried import folded, reduction
 from ..support.late import LateBackend, folded_by_groups, on_late_threads
 from ..support.limits import PATIENT
-from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_states
-from ..support.programs import Program, Round, Step, compare, run_rank
+from ..support.machine.program import Backward, Command, Config, Freeze, Step, Uneven, ZeroGrad
+from ..support.machine.run import Played, play, run
 from ..support.rows import only
 from ..support.streamed import StreamedLoopback
 
 GATHER = Tag(Kind.ALL_GATHER, "parameters")
-STEPS = (
-    Step((Round(), Round(), Round()), clips=((0.1, 2.0),)),
-    Step((Round(sync=False), Round(), Round(sync=False))),
-    Step((Round(sync=False), Round()), toggle=("frozen",), clips=((0.1, 3.0),), clear="zeros"),
-)
-FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)))  # not at stage 3, where all ranks run all forwards
-ONE_ROUND = (Step((Round(),), clips=((0.1, 2.0),)),) * 2  # for sums in the order of the plain loop's, by `late.py`
-SEVERAL = Program(3, 2, bucket_cap_mb=0.001, collective="all_to_all", steps=STEPS + FEWER)  # buckets under way at once
-MIXED = replace(SEVERAL, world_size=2, precision=PRECISIONS["bf16"])
-KEPT = Program(4, 3, reshard=2, steps=STEPS[1:])
-REPLICAS = [
-    Program(4, 1, sharding_factor=2, steps=STEPS),
-    Program(3, 2, sharding_factor=1, steps=STEPS[:2] + FEWER),
-    Program(6, 3, "sgd momentum", sharding_factor=3, steps=STEPS[:2]),
+CONSTANT = (14,)  # a frozen parameter
+LOOP: list[Command] = [
+    *step(1, Backward(2), Backward(3)),
+    *(Backward(4, sync=False), *step(5, Backward(6, sync=False))),
+    *(Freeze(CONSTANT), Backward(7, sync=False), *step(8, clear="zeros")),
+]
+FEWER = [Backward(9), Uneven(10, (1, 0, 0)), Step(), ZeroGrad(), Uneven(11, (1, 0, 0)), Step(), ZeroGrad()]
+Changes = dict[str, Any]
+SEVERAL = {"world_size": 3, "collective": "all_to_all"}
+MIXED = {"world_size": 2, "collective": "all_to_all", "precision": "bf16"}
+KEPT = {"world_size": 4, "stage": 3, "reshard": 2}
+REPLICAS: list[Changes] = [
+    {"world_size": 4, "stage": 1, "sharding_factor": 2},
+    {"world_size": 3, "stage": 2, "sharding_factor": 1},
+    {"world_size": 6, "stage": 3, "sharding_factor": 3, "optimizer": "sgd momentum"},
 ]
 
 
-def fold(stage: int, way: Any, precision: str = "fp32") -> Program:
-    steps = STEPS if stage == 3 else STEPS + FEWER
-    return Program(4, stage, collective=way, precision=PRECISIONS.get(precision), steps=steps)
+def fold(stage: int, way: Any, precision: str = "") -> Changes:
+    return {"world_size": 4, "stage": stage, "collective": way, "precision": precision}
 
 
-def late(program: Program) -> list[Any]:
+def late(config: Config, commands: list[Command]) -> list[Any]:
     def run(transport: Transport) -> Any:
         assert isinstance(transport.backend, LateBackend)
-        found = run_rank(program, transport)
-        assert transport.backend.most_launched >= (2 if program.collective in ("all_to_all", "native") else 0)
+        found = play(config, commands, transport)
+        several = config.setting.collective in ("all_to_all", "native")
+        assert transport.backend.most_launched >= (2 if several else 0)
         return found
 
-    return on_late_threads(program.world_size, run)
+    return on_late_threads(config.setting.world_size, run)
 
 
-def on_streams(program: Program) -> list[Any]:
-    loopback: StreamedLoopback[Any] = StreamedLoopback(program.world_size, limit=PATIENT)
+def on_streams(config: Config, commands: list[Command]) -> list[Any]:
+    loopback: StreamedLoopback[Any] = StreamedLoopback(config.setting.world_size, limit=PATIENT)
 
     def run(transport: Transport) -> Any:
-        found = run_rank(program, transport)
+        found = play(config, commands, transport)
         assert transport.backend.board().num_keys() > 0, "the sentinels have opened their board"
         return found
 
@@ -75,27 +76,27 @@ def on_streams(program: Program) -> list[Any]:
     return results
 
 
-ROWS: dict[str, tuple[Callable[[Program], list[Any]], Program]] = {
-    "all_to_all, stage 0": (late, replace(SEVERAL, stage=0)),
-    "all_to_all, stage 2": (late, SEVERAL),
-    "all_to_all, stage 3": (late, replace(SEVERAL, stage=3, steps=STEPS)),
-    "all_to_all, stage 1, bf16": (late, replace(MIXED, stage=1)),
-    "all_to_all, stage 3, bf16": (late, replace(MIXED, stage=3, steps=STEPS)),
-    "pairwise, stage 1": (late, replace(SEVERAL, stage=1, collective="pairwise")),
-    "pairwise, stage 3, bf16": (late, replace(MIXED, stage=3, collective="pairwise", steps=STEPS)),
-    "native, stage 2": (late, Program(3, 2, collective="native", steps=ONE_ROUND)),
-    "native, stage 3": (late, Program(3, 3, collective="native", steps=ONE_ROUND)),
+ROWS: dict[str, tuple[Callable[[Config, list[Command]], list[Any]], Changes]] = {
+    "all_to_all, stage 0": (late, {**SEVERAL, "stage": 0}),
+    "all_to_all, stage 2": (late, {**SEVERAL, "stage": 2}),
+    "all_to_all, stage 3": (late, {**SEVERAL, "stage": 3}),
+    "all_to_all, stage 1, bf16": (late, {**MIXED, "stage": 1}),
+    "all_to_all, stage 3, bf16": (late, {**MIXED, "stage": 3}),
+    "pairwise, stage 1": (late, {**SEVERAL, "stage": 1, "collective": "pairwise"}),
+    "pairwise, stage 3, bf16": (late, {**MIXED, "stage": 3, "collective": "pairwise"}),
+    "native, stage 2": (late, {**SEVERAL, "stage": 2, "collective": "native"}),
+    "native, stage 3": (late, {**SEVERAL, "stage": 3, "collective": "native"}),
     "kept by 2 with NCCL": (late, KEPT),
-    **{f"replicas of {each.sharding_factor} with NCCL": (late, each) for each in REPLICAS},
+    **{f"replicas of {each['sharding_factor']} with NCCL": (late, each) for each in REPLICAS},
     "fold by messages, stage 1, bf16": (late, fold(1, folded, "bf16")),
     "fold by messages, stage 3": (late, fold(3, folded)),
     "fold by groups, stage 0": (late, fold(0, folded_by_groups)),
     "fold by groups, stage 2": (late, fold(2, folded_by_groups)),
     "fold by groups, stage 3": (late, fold(3, folded_by_groups)),
-    "all_to_all on streams, stage 0": (on_streams, replace(SEVERAL, stage=0)),
-    "all_to_all on streams, stage 3": (on_streams, replace(SEVERAL, stage=3, steps=STEPS)),
+    "all_to_all on streams, stage 0": (on_streams, {**SEVERAL, "stage": 0}),
+    "all_to_all on streams, stage 3": (on_streams, {**SEVERAL, "stage": 3}),
     "kept by 2 with NCCL on streams": (on_streams, KEPT),
-    **{f"replicas of {each.sharding_factor} with NCCL on streams": (on_streams, each) for each in REPLICAS},
+    **{f"replicas of {each['sharding_factor']} with NCCL on streams": (on_streams, each) for each in REPLICAS},
 }
 FIRST = [
     *("all_to_all, stage 3, bf16", "pairwise, stage 3, bf16", "native, stage 3", "kept by 2 with NCCL"),
@@ -108,15 +109,16 @@ FIRST = [
 def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, program = ROWS[name]
+    ranks, changes = ROWS[name]
+    config = config_with(changes)
+    commands = LOOP if config.setting.stage == 3 else LOOP + FEWER
+    if config.setting.collective == "native":  # sums in the order of the plain loop's, by `late.py`
+        commands = steps(2)
     monkeypatch.setattr(plans, "LEAST_OF_A_FOLD", 7)
     monkeypatch.setattr("collectives.topology._all_have_nccl", lambda *_: "NCCL" in name)
-    if program.collective == "auto":
+    if config.setting.collective == "auto":
         monkeypatch.setattr("collectives.topology.ThreadBackend", type(None))  # threads pass for processes
-    results = run(program)
-    states = results[0][3]
-    assert states is not None
-    assert_same_states(states, compare(program, results).optimizer.state_dict())
+    run(config, *commands, backend=Played(ranks(config, commands)))
 
 
 @pytest.mark.parametrize(

@@ -42,14 +42,17 @@ from collectives.links.messenger import ACK, ACK_PORT, PORTS
 from collectives.messages import HEADER_BYTES
 from collectives.pool import Pool
 
+from ..dials.loops import step
+from ..dials.record import config_with
 from ..support.carried import BF16, CPU, FP32, between_hosts, each, hosts_of, jitter, reduction
 from ..support.limits import PATIENT
-from ..support.programs import Program, Round, Step, compare, run_rank
+from ..support.machine.program import Backward
+from ..support.machine.run import Played, play, run
 from ..support.rows import rows
 from ..support.sockets import Wire
 
 HEADERS = 0
-STEPS = (Step(clips=((0.5, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
+LOOP = [*step(1), Backward(2, sync=False), *step(3, clear="zeros"), *step(4)]
 
 
 class Recorded(Pairwise):
@@ -78,8 +81,8 @@ def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size
     def recorded(transport: Transport) -> Recorded:
         return made.setdefault(transport.rank, Recorded(transport))
 
-    program = Program(world_size, stage, collective=recorded, steps=STEPS)  # type: ignore[arg-type]
-    compare(program, on_threads(world_size, lambda transport: run_rank(program, transport)))
+    config = config_with({"stage": stage, "world_size": world_size, "collective": recorded})
+    run(config, *LOOP, backend=Played(on_threads(world_size, lambda transport: play(config, LOOP, transport))))
     first = made[0].launched
     assert all(made[rank].launched == first for rank in range(world_size))
     rounds: dict[int, list[int]] = {}
@@ -114,7 +117,8 @@ def wire(stage: int) -> list[tuple[list[Message], Any]]:
     def program(transport: Transport) -> tuple[list[Message], Any]:
         spy, made = Spy(transport.backend), list[Pairwise]()
         collective = lambda inner: made.append(Pairwise(inner)) or made[0]  # noqa: E731 - counts this one's messages
-        run_rank(Program(2, stage, collective=collective, steps=STEPS), Transport(spy))  # type: ignore
+        config = config_with({"stage": stage, "world_size": 2, "collective": collective})
+        play(config, LOOP, Transport(spy))
         return spy.messages, made[0].transport.traffic
 
     return on_threads(2, program)

@@ -45,7 +45,6 @@ class RunOutput:
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
-    """Return the flags of a tiny run of `zero train`."""
     sizes = (f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}")
     return [f"--width={WIDTH}", f"--layers={LAYERS}", *sizes, f"--data={text}", f"--out={out}", *more]
 
@@ -56,12 +55,10 @@ def run_json(out: Path) -> dict[str, Any]:
 
 
 def equal_part(record: dict[str, Any]) -> dict[str, Any]:
-    """Return what two runs with the same bits have in common."""
     return {key: record[key] for key in EQUAL}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments in the root of the repository."""
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,
@@ -80,13 +77,11 @@ def trained_by_command(text: Path, out: Path, *more: str) -> dict[str, Any]:
 
 
 def plain_sha256(text: Path, **changes: Any) -> str:
-    """Train with a plain loop, and return the hash of the parameters."""
     sizes = {"width": WIDTH, "layers": LAYERS}
     return train_command.parameters_sha256(plain_example(text, STEPS, MICRO_BATCHES, BATCH, **sizes, **changes))
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints in a folder, which has nothing else."""
     names = sorted(path.name for path in folder.iterdir())
     assert names[0] == ".lock"
     return [int(name.removeprefix("step-")) for name in names[1:]]

@@ -19,7 +19,7 @@ import zero
 from zero import ZeroOptimizer, open_checkpoint
 from zero.commands import cli
 
-from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.models import Odd, build, odd_batches, take_steps
 from ..support.plain import assert_same_model, assert_same_value
 
 BATCHES = odd_batches(6)
@@ -38,18 +38,10 @@ def groups(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def plain_run(count: int) -> tuple[Odd, torch.optim.Optimizer]:
-    """Train a model with torch's own optimizer."""
     module = build()
     optimizer = torch.optim.AdamW(groups(module), **OPTIONS)
-    train(module, optimizer, BATCHES[:count])
+    take_steps(module, optimizer, BATCHES[:count])
     return module, optimizer
-
-
-def train(module: nn.Module, optimizer: Any, batches: Any) -> None:
-    for batch in batches:
-        odd_loss(module, batch).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def run(*arguments: object) -> int:
@@ -58,10 +50,9 @@ def run(*arguments: object) -> int:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Return a checkpoint after three steps, in a folder of steps."""
     module, assets, path = build(), tmp_path / "assets", tmp_path / "runs" / "step-00000003"
     optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, **OPTIONS)
-    train(module, optimizer, BATCHES[:3])
+    take_steps(module, optimizer, BATCHES[:3])
     assets.mkdir()
     (assets / "config.json").write_text('{"width": 7}')
     path.parent.mkdir()
@@ -71,13 +62,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def flip(path: Path, place: int) -> None:
-    """Change one bit of a file."""
     data = bytearray(path.read_bytes())
     data[place] ^= 4
     path.write_bytes(data)
-
-
-# -------------------------------------------------------------------------------------------------- list and verify
 
 
 def test_the_table_has_every_checkpoint_and_says_why_one_is_not_complete(
@@ -126,9 +113,6 @@ def test_what_is_broken_is_named_by_file_and_tensor_and_not_exported_and_the_res
     assert not (tmp_path / "out").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------- export
-
-
 def test_torch_reads_an_exported_file_and_trains_on_with_the_same_bits(saved: Path, tmp_path: Path) -> None:
     assert run("export", saved, "--to", "torch", tmp_path / "file") == 0
     found = torch.load(tmp_path / "file", weights_only=True)
@@ -140,8 +124,8 @@ def test_torch_reads_an_exported_file_and_trains_on_with_the_same_bits(saved: Pa
     module.load_state_dict(found["model"])
     optimizer = torch.optim.AdamW(groups(module))
     optimizer.load_state_dict(found["optimizer"])
-    train(module, optimizer, BATCHES[3:])
-    train(expected, reference, BATCHES[3:])
+    take_steps(module, optimizer, BATCHES[3:])
+    take_steps(expected, reference, BATCHES[3:])
     assert_same_model(module, expected)
     assert_same_value(optimizer.state_dict(), reference.state_dict(), "the optimizer later")
 
@@ -183,6 +167,6 @@ def test_torch_distributed_checkpoint_loads_model_and_optimizer_and_trains_on(
         module, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"], options=flat
     )
     expected, reference = plain_run(3)
-    train(module, optimizer, BATCHES[3:])
-    train(expected, reference, BATCHES[3:])
+    take_steps(module, optimizer, BATCHES[3:])
+    take_steps(expected, reference, BATCHES[3:])
     assert_same_model(module, expected)

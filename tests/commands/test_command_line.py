@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -46,11 +45,8 @@ WRONG = {  # words with gaps
     "train --device=tpu": "Invalid value for '--device': … 'cpu', 'cuda'",
     "train --device=cuda --ranks=1000": "--device cuda",
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
-    "train --offload=": "error: Invalid value for '--offload': it must be a path … not ''",
     "train --offload=disk,parameters=cpu": "it must be a path … parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
-    "train --offload=cpu,foo=cpu": "it must be a path … not 'cpu,foo=cpu'",
     "train --offload=cpu,parameters=cpu": 'Offload(parameters="cpu") with stage 2: forwards use whole parameters',
-    "train --reshard-after-forward=3 --stage=3": "so one of [1, 2], not 3",
     "train --reshard-after-forward=some": "'--reshard-after-forward': it must be true, false or a number",
     "train --lr=nan": "--lr is nan: it must be finite",
     "train --checkpoint=/proc/folder": "error: --checkpoint /proc/folder: cannot write there (",
@@ -63,15 +59,11 @@ WRONG = {  # words with gaps
     f"verify {VERIFIED}": f"'{VERIFIED}' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
     "verify no_such_module:f": "no_such_module:f() failed in {}: ModuleNotFoundError: No module named",
     f"verify {VERIFIED}:no_such": f"AttributeError: module '{VERIFIED}' has no attribute 'no_such'",
-    f"verify {VERIFIED}:STEPS": "TypeError: 'int' object is not callable",
     f"verify {VERIFIED}:leaves": ": SystemExit: 0",
     "verify os:getcwd": "must return a dict of zero.verify's arguments, not str",
     "verify builtins:dict": "builtins:dict() returned no 'build_model', the function that builds the model",
     f"verify {VERIFIED}:build_misnamed": "returned no 'build_model', … (did you mean that by 'build'?)\n",
     f"verify {RIGHT} --stages=0-3": "'--stages': it must be whole numbers with commas between",
-    f"verify {RIGHT} --world-sizes=1,0": "world_sizes must hold numbers of at least 1, not (1, 0)",
-    f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
-    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda",
     "plan": "the model needs exactly one of --config, --parameters, --module, here none",
     "plan --module=a:b --config=config.json": "here --config and --module",
     "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
@@ -79,7 +71,6 @@ WRONG = {  # words with gaps
     "plan --module=nowhere:model": "--module nowhere:model: ModuleNotFoundError",
     "plan --module=": "--module '' must be PKG:CALLABLE, as in --module my_model:build",
     "plan --config=config.json --fp32-modules=": "--fp32-modules is empty: it must be patterns with commas between",
-    "plan --config=config.json --fp32-modules=*norm*,": "--fp32-modules is *norm*,: it must be … none of them empty",
     "plan --config=config.json --cluster=h10:8": "did you mean 'h100'",
     f"{MADE} --fp32-modules norms": "mixed_precision: the pattern 'norms' decides about no",
     f"{MADE} --fp32-modules norms --precision fp32": "--fp32-modules: with --precision fp32 every module",
@@ -88,10 +79,7 @@ WRONG = {  # words with gaps
     "checkpoint list": "Missing argument 'DIR'. See `zero checkpoint list --help`",
     "checkpoint list ''": "error: Invalid value for 'DIR': it must be a path (the current folder is .), not ''",
     "checkpoint list {}/no": "error: {}/no is not a folder\n",
-    "checkpoint verify a b": "Got unexpected extra argument … b … See `zero checkpoint verify --help`",
-    "checkpoint verify ''": "error: Invalid value for 'PATH': it must be a path",
     "checkpoint verify {}/no": "error: {}/no is not a checkpoint: it has no checkpoint.json\n",
-    "checkpoint verify {}/file": "{}/file",
     "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
     "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
     "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
@@ -126,30 +114,17 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     assert command == "plan" or not (tmp_path / "out").exists()
 
 
-HELP: dict[str, tuple[list[str], str]] = {  # groups of flags, and the begin of an example
-    "": (["Options", "Commands"], ""),
-    "train": (["Training", "Sharding"], "zero train --ranks 4 --stage 3"),
-    "plan": (["Model", "Cluster", "Training", "Cost", "Output"], "zero plan --module my_model:build "),
-    "verify": (["Arguments", "What is run", "Where"], "zero verify my_model:arguments --stages 3 --world-sizes 2,4 "),
-    "checkpoint": (["Options", "Commands"], ""),
-    "checkpoint list": (["Arguments", "Options"], "zero checkpoint list checkpoints"),
-    "checkpoint verify": (["Arguments", "Options"], "zero checkpoint verify checkpoints"),
-    "checkpoint export": (["Arguments", "Options"], "zero checkpoint export "),
-}
+HELP = ("", "train", "plan", "verify", "checkpoint", "checkpoint list", "checkpoint verify", "checkpoint export")
 
 
 @pytest.mark.parametrize("words", HELP)
-def test_help_has_the_flags_in_groups_and_ends_with_commands_that_it_can_parse(
+def test_help_ends_with_commands_that_it_can_parse(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main([*words.split(), "-h"]) == 0
-    shown, (groups, example) = capsys.readouterr().out, HELP[words]
-    more = [] if "Options" in groups else ["Options"]
-    found = re.findall(r"^ {0,2}(\w.*):$", shown, re.MULTILINE)
-    assert found == [*groups, *more, *(["Examples"] if example else [])]
-    lines = [line.strip() for line in shown.partition("  Examples:\n")[2].splitlines()]
-    assert not example or any(line.startswith(example) for line in lines)
+    lines = [line.strip() for line in capsys.readouterr().out.partition("  Examples:\n")[2].splitlines()]
+    assert words in ("", "checkpoint") or any(line.startswith(f"zero {words} ") for line in lines)
     for program, *arguments in filter(None, (shlex.split(line, comments=True) for line in lines)):
         given = parse(arguments) if program == "zero" else {}
         assert "cluster" not in given or presets().cluster(given["cluster"]).ranks > 0
@@ -182,12 +157,9 @@ NO_GPU = "--device cuda needs one GPU per rank that torch finds, and this host h
 DEVICES: dict[tuple[str | None, int, int], tuple[str | None, str]] = {  # asked, ranks of the host, its GPUs
     (None, 2, 0): ("cpu", ""),
     (None, 2, 1): ("cpu", COMPUTE.format(1, 2, 1)),
-    (None, 3, 2): ("cpu", COMPUTE.format(2, 3, 2)),
     (None, 2, 2): ("cuda", ""),
-    (None, 1, 8): ("cuda", ""),
     ("cpu", 2, 8): ("cpu", ""),
     ("cuda", 2, 2): ("cuda", ""),
-    ("cuda", 1, 0): (None, NO_GPU.format(0, 1)),
     ("cuda", 4, 3): (None, NO_GPU.format(3, 4)),
 }
 
@@ -257,13 +229,11 @@ def test_a_rank_that_does_not_end_when_asked_is_killed_and_told_apart_from_one_t
 
 EXAMPLES = {  # flags of the scripts of `zero.examples`
     "train --data=": "--data '' must be a file that is not empty",
-    "train --data={}/empty": "--data '{}/empty' must be a file that is not empty",
     "train --data={}/short": "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a",
     "train --epochs=0": "--epochs is 0: it must be at least 1",
     "train --steps=0": "--steps is 0: it must be at least 1",
     "train --micro-batches=-1": "--micro-batches is -1: it must be at least 1",
     "train --checkpoint=": "--checkpoint '': name a folder",
-    "train --out=": "--out '': name a file in a folder that exists",
     "train --out={}/no/model.pt": "--out '{}/no/model.pt': name a file in a folder that exists",
     "train --device=cuda": NO_GPU.format(0, 1),
     "finetune_lora --epochs=0": "--epochs is 0: it must be at least 1",

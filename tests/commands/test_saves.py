@@ -27,7 +27,6 @@ Flags = tuple[str, ...]
 
 @pytest.fixture
 def copied(one_rank: RunOutput, tmp_path: Path) -> Path:
-    """Return a copy of the checkpoints of `one_rank`."""
     return shutil.copytree(one_rank.checkpoints, tmp_path / "checkpoints")
 
 
@@ -56,11 +55,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 
 def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
-    trained: Train,
-    text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    trained: Train, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     forward, calls = ByteModel.forward, itertools.count(1)
 

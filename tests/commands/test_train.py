@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,9 +23,7 @@ from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, StochasticRounding
 from zero.checkpoint.read.reader import Checkpoint
 from zero.commands import cli
-from zero.commands.console import print_table
 from zero.commands.train import command as train
-from zero.commands.train.report import next_command
 from zero.commands.train.settings import TrainConfig
 from zero.examples import train as example
 from zero.examples.train import ByteModel
@@ -90,19 +88,6 @@ def test_a_run_leaves_the_hash_of_the_plain_loop_its_record_and_its_pictures(tex
     assert f"SHA-256 {record['params_sha256']}\n" in shown
 
 
-def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(text: Path, one_rank: RunOutput) -> None:
-    first, *_, last = one_rank.shown.splitlines()
-    numel = one_rank.record["parameters"]
-    assert first == f"training {numel:,} parameters on 1 CPU rank, stage 2, on the bytes of {text}"
-    head, _, tail = last.partition("; ")
-    words = head.removeprefix("try next: zero ").split()
-    assert tail == "for your own model: zero verify --help"
-    assert ("--stage", "3") in pairwise(words)
-    assert next_command(["train"], 2) == "zero train --stage 3 --ranks 4"
-    given = ["--stage=1", "--ranks", "4", "--checkpoint", "a b", "--steps=5", "--data", "a b"]
-    assert next_command(given, 4) == "zero train --steps=5 --data 'a b' --stage 3 --ranks 2"
-
-
 def test_without_matplotlib_it_trains_and_says_what_to_install(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,9 +107,6 @@ def test_an_error_in_the_middle_is_one_line_and_an_interrupt_one_word(
     for ranks, code, said in ((1, 1, "error: the loss is not what it was\n"), (2, 130, "interrupted\n")):
         assert cli.main(flags(text, tmp_path / "out", f"--ranks={ranks}"), "train") == code
         assert capsys.readouterr().err == said
-
-
-# -- flags, the hash and what is printed -------------------------------------------------------------------------------
 
 
 ALL = "--precision=bf16 --rounding=5 --reshard-after-forward=1 --stage=3 --checkpoint=c --bucket-cap-mb=auto"
@@ -179,16 +161,6 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     model.c = model.a
     expected = hashlib.sha256(torch.tensor([1.0, 3.0, 2.0, -0.0, 0.5]).numpy().astype("<f4").tobytes())
     assert train.parameters_sha256(model) == expected.hexdigest()
-
-
-def test_a_table_is_plain_and_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("COLUMNS", "10")
-    print_table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
-    line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
-    assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]
-
-
-# -- the example `zero.examples.train` ---------------------------------------------------------------------------------
 
 
 MICRO_BATCHES, BATCH, EPOCHS = 3, 4, 2  # of the example

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,16 +58,12 @@ class Squares(nn.Module):
 
 
 class Masked(Squares):
-    """A model with a frozen parameter of infinities."""
-
     def __init__(self) -> None:
         super().__init__()
         self.mask = nn.Parameter(torch.full((5,), float("-inf")), requires_grad=False)
 
 
 class Predicts(Squares):
-    """A model that returns no loss tensor."""
-
     def forward(self, inputs: Tensor, scale: float = 1.0) -> Any:
         return {"loss": super().forward(inputs, scale)}
 
@@ -153,8 +148,6 @@ def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
 
 
 class Experts(Squares):
-    """A model with a stack of matrices."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.linspace(-1, 1, 48).view(1, 2, 3, 8))
@@ -164,25 +157,21 @@ class Experts(Squares):
 
 
 def the_last_layer_alone(model: Squares) -> list[dict[str, Any]]:
-    """A param group without the other layers, which get gradients, too."""
     return [{"params": list(model.layers[3].parameters())}]
 
 
 def as_generators(model: nn.Module) -> list[dict[str, Any]]:
-    """Groups as torch takes them: an iterator, and one tensor."""
     first, *rest = model.parameters()
     return [{"params": first}, {"params": iter(rest)}]
 
 
 def in_blocks_of_the_main_class(model: nn.Module) -> list[dict[str, Any]]:
-    """Named parameters of one class, one of them in blocks."""
     named = dict(model.named_parameters())
     fused = [("layers.0.weight", named.pop("layers.0.weight"))]
     return [{"params": fused, "blocks": [2, 3]}, {"params": list(named.items())}]
 
 
 def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
-    """Muon for the stack and for a fused matrix, block by block."""
     named = dict(model.named_parameters())
     muon = {"optimizer_class": torch.optim.Muon, "lr": 0.02}
     stack, fused = (("experts", named.pop("experts")), ("layers.0.weight", named.pop("layers.0.weight")))
@@ -191,20 +180,6 @@ def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [fused], "blocks": [2, 3], **muon},
         {"params": list(named.items())},
     ]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss with a setting."""
-
-    scale: float = 1.0
-
-    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
-        loss: Tensor = model(*batch) * self.scale
-        return loss
-
-
-# -- targets of `zero verify`, and their arguments ---------------------------------------------------------------------
 
 
 def leaves() -> Any:

@@ -33,33 +33,8 @@ from torch.utils.data import DataLoader
 
 from zero import MicroBatchSampler, MixedPrecision, StochasticRounding, ZeroOptimizer, save
 
-from ..support.loops import (
-    SAMPLES,
-    Conditioned,
-    PlainLoop,
-    TextOrImage,
-    WithExperts,
-    autocast_loss,
-    code_of,
-    even,
-    loss_in_chunks,
-    mask_eight_rows,
-    muon_and_adamw,
-    muon_in_blocks,
-    network,
-    resetting,
-    schedule_free,
-    second_loss,
-    seeded,
-    sum_of_losses,
-    text_and_images,
-    tokens_of,
-    total_loss,
-    two_layers,
-    uneven,
-    with_batch_norm,
-    with_norm_and_head,
-)
+from ..support import loops
+from ..support.models import take_steps
 from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
 
@@ -96,9 +71,9 @@ def deterministic() -> Iterator[None]:
 class Example:
     """The inputs of a block, and the plain loop over them."""
 
-    plain: PlainLoop
-    build: Callable[[], nn.Module] = network
-    given: Callable[[int], list[tuple[Tensor, Tensor]]] = even
+    plain: loops.PlainLoop
+    build: Callable[[], nn.Module] = loops.network
+    given: Callable[[int], list[tuple[Tensor, Tensor]]] = loops.even
     count: int = 8
     compiled: bool = False
     changed: Callable[[nn.Module], object] | None = None  # by the block, before it trains
@@ -106,7 +81,7 @@ class Example:
     setting: Callable[[], AbstractContextManager[None]] = nullcontext  # around the block
 
     def model(self) -> nn.Module:
-        return seeded(7, self.build)
+        return loops.seeded(7, self.build)
 
     def expected(self) -> nn.Module:
         model = self.model()
@@ -124,9 +99,9 @@ class Example:
 
     def micro_batches(self, rank: int = 0, world: int = 1, epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
         """Return the micro-batches of a rank; by default all of them, as the plain loop has them."""
-        if self.given is even:
+        if self.given is loops.even:
             dataset: Any = self.dataset()
-            sampler = MicroBatchSampler(dataset, SAMPLES, rank, world)
+            sampler = MicroBatchSampler(dataset, loops.SAMPLES, rank, world)
             sampler.set_epoch(epoch)
             return [tuple(batch) for batch in DataLoader(dataset, batch_sampler=sampler)]
         given = self.given(self.count)
@@ -139,34 +114,38 @@ BY_NAME = {
     "head": MixedPrecision(torch.float32),
 }
 EXAMPLES = {
-    "fp32": Example(PlainLoop()),
-    "A loader of your own": Example(PlainLoop(), everywhere=True),
-    "Lend the GPU": Example(PlainLoop()),
-    "Gradient accumulation": Example(PlainLoop(together=4)),
-    "Several losses": Example(PlainLoop(sum_of_losses)),
-    "Several backwards": Example(PlainLoop(second_loss)),
-    "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
-    "Norms and heads in fp32": Example(PlainLoop(precision=BY_NAME), build=with_norm_and_head),
-    "Stochastic rounding": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(0))),
-    "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
-    "Autocast": Example(PlainLoop(autocast_loss)),
-    "float8": Example(PlainLoop(), changed=to_float8),
-    "Gradients of your own": Example(PlainLoop(before_clip=mask_eight_rows)),
-    "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven),
-    "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven, count=7),
-    "Ranks with other inputs": Example(PlainLoop(), build=TextOrImage, given=text_and_images),
-    "Logging": Example(PlainLoop()),
-    "Determinism on a GPU": Example(PlainLoop(), setting=deterministic),
-    "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
-    "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
-    "Muon for experts and fused projections": Example(PlainLoop(optimizer_of=muon_in_blocks), build=WithExperts),
-    "Moving averages": Example(PlainLoop()),
-    "Schedule-free classes": Example(PlainLoop(optimizer_of=schedule_free)),
-    "New moments": Example(PlainLoop(optimizer_of=resetting)),
-    "Batch norm": Example(PlainLoop(), build=with_batch_norm),
-    "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
-    "Activation checkpointing": Example(PlainLoop()),
-    "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
+    "fp32": Example(loops.PlainLoop()),
+    "A loader of your own": Example(loops.PlainLoop(), everywhere=True),
+    "Lend the GPU": Example(loops.PlainLoop()),
+    "Gradient accumulation": Example(loops.PlainLoop(together=4)),
+    "Several losses": Example(loops.PlainLoop(loops.sum_of_losses)),
+    "Several backwards": Example(loops.PlainLoop(loops.second_loss)),
+    "Mixed precision": Example(loops.PlainLoop(precision=MixedPrecision(torch.bfloat16))),
+    "Norms and heads in fp32": Example(loops.PlainLoop(precision=BY_NAME), build=loops.with_norm_and_head),
+    "Stochastic rounding": Example(
+        loops.PlainLoop(precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(0))
+    ),
+    "fp16 and a GradScaler": Example(loops.PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
+    "Autocast": Example(loops.PlainLoop(loops.autocast_loss)),
+    "float8": Example(loops.PlainLoop(), changed=to_float8),
+    "Gradients of your own": Example(loops.PlainLoop(before_clip=loops.mask_eight_rows)),
+    "Token counts": Example(loops.PlainLoop(loops.total_loss, divisor=loops.tokens_of), given=loops.uneven),
+    "Uneven data": Example(loops.PlainLoop(loops.total_loss, divisor=loops.tokens_of), given=loops.uneven, count=7),
+    "Ranks with other inputs": Example(loops.PlainLoop(), build=loops.TextOrImage, given=loops.text_and_images),
+    "Logging": Example(loops.PlainLoop()),
+    "Determinism on a GPU": Example(loops.PlainLoop(), setting=deterministic),
+    "Learning rate schedulers": Example(loops.PlainLoop(scheduler=one_cycle)),
+    "Muon and AdamW": Example(loops.PlainLoop(optimizer_of=loops.muon_and_adamw)),
+    "Muon for experts and fused projections": Example(
+        loops.PlainLoop(optimizer_of=loops.muon_in_blocks), build=loops.WithExperts
+    ),
+    "Moving averages": Example(loops.PlainLoop()),
+    "Schedule-free classes": Example(loops.PlainLoop(optimizer_of=loops.schedule_free)),
+    "New moments": Example(loops.PlainLoop(optimizer_of=loops.resetting)),
+    "Batch norm": Example(loops.PlainLoop(), build=loops.with_batch_norm),
+    "torch.compile": Example(loops.PlainLoop(), build=loops.Conditioned, compiled=True),
+    "Activation checkpointing": Example(loops.PlainLoop()),
+    "A loss in chunks": Example(loops.PlainLoop(loops.loss_in_chunks)),
 }
 REQUIRED = {"Schedule-free classes": "schedulefree", "float8": "torchao"}  # packages that a block imports besides torch
 ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
@@ -187,15 +166,15 @@ def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank
         "world": WORLD_SIZE,
         "model": example.model(),
         "dataset": example.dataset(),
-        "batch_size": SAMPLES,
+        "batch_size": loops.SAMPLES,
         "epochs": 1,
         "loss_fn": nn.functional.mse_loss,
         "stage": stage,
         "device": "cpu",
         "backend": BACKEND,
     }
-    if example.given is even and not example.everywhere:
-        exec(code_of("Data"), names)
+    if example.given is loops.even and not example.everywhere:
+        exec(loops.code_of("Data"), names)
     else:
         names["loader"] = example.micro_batches() if example.everywhere else example.micro_batches(rank, WORLD_SIZE)
     return names
@@ -211,16 +190,15 @@ def trained(names: dict[str, Any]) -> nn.Module:
     return model
 
 
-def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
-    """Run the block at each stage; return the states of the model, and its average or what it logs."""
+def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[dict[str, Tensor]]:
+    """Run the block at each stage; return the states of the model."""
     results = []
     for stage in STAGES:
         torch._dynamo.reset()  # do not count graphs of earlier stages
         names = names_of(EXAMPLES[heading], stage, group, rank)
         with EXAMPLES[heading].setting():
-            exec(code_of(heading), names)
-        further = names["average"].gather() if "average" in names else names.get("history")
-        results.append((trained(names).state_dict(), further))
+            exec(loops.code_of(heading), names)
+        results.append(trained(names).state_dict())
     return results
 
 
@@ -229,7 +207,7 @@ def assert_trains_as_plain(pool: GlooPool, heading: str) -> None:
     before, expected = EXAMPLES[heading].model(), EXAMPLES[heading].expected()
     assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
     for by_stage in pool.run(run_block, heading):
-        for state, _ in by_stage:
+        for state in by_stage:
             assert_same_dict(state, expected.state_dict())
 
 
@@ -244,19 +222,19 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
     results = []
     for stage in STAGES:
         names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
-        exec(code_of("fp32"), names)
+        exec(loops.code_of("fp32"), names)
         names["dist"] = SimpleNamespace(barrier=partial(dist.barrier, group))
-        exec(code_of("Saving"), names)
+        exec(loops.code_of("Saving"), names)
         names["optimizer"].close()
         names["dist"].barrier()
 
         later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
-        later["model"] = seeded(8, network)
-        exec(code_of("Loading"), later)
+        later["model"] = loops.seeded(8, loops.network)
+        exec(loops.code_of("Loading"), later)
         later["ZeroOptimizer"] = lambda *_, built=later["optimizer"], **__: (
             built
         )  # the loop continues with the loaded optimizer
-        exec(code_of("fp32"), later)
+        exec(loops.code_of("fp32"), later)
         results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
     return results
 
@@ -267,29 +245,17 @@ def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[
     for stage in STAGES:
         folder = Path(f"{path}-{stage}")
         names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "folder": folder}
-        exec(code_of("Checkpoints"), names)
+        exec(loops.code_of("Checkpoints"), names)
         names["optimizer"].close()
         if rank == 0:
             shutil.rmtree(max(folder.glob("step-*")))
         dist.barrier(group)
         later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "folder": folder, "epochs": 2}
-        later["model"] = seeded(8, network)
-        exec(code_of("Checkpoints"), later)
+        later["model"] = loops.seeded(8, loops.network)
+        exec(loops.code_of("Checkpoints"), later)
         assert later["restored"].step == 2
         results.append(trained(later).state_dict())
     return results
-
-
-def deal_differently(group: dist.ProcessGroup, rank: int) -> str:
-    """Run a block whose loader shuffles by a seed of each rank. Return the error."""
-    example = EXAMPLES["A loader of your own"]
-    names = names_of(example, 2, group, rank)
-    order = torch.Generator().manual_seed(rank)
-    names["loader"] = DataLoader(names["dataset"], batch_size=SAMPLES, shuffle=True, generator=order)
-    with pytest.raises(RuntimeError) as raised:
-        exec(code_of("A loader of your own"), names)
-    names["optimizer"].close()
-    return str(raised.value)
 
 
 def started_names(names: dict[str, Any], stage: int) -> dict[str, Any]:
@@ -306,10 +272,10 @@ def on_meshes(names: dict[str, Any], _: Path) -> dict[str, list[dict[str, Tensor
 def on_a_mesh(names: dict[str, Any], heading: str, stage: int) -> dict[str, Tensor]:
     """Return the parameters of all parts. Before the name of a part along tp is its place."""
     scope = started_names(names, stage)
-    exec(code_of("Data"), scope)
+    exec(loops.code_of("Data"), scope)
     if heading.startswith("Tensor"):
-        scope["model"] = seeded(7, two_layers)
-    exec(code_of(heading), scope)
+        scope["model"] = loops.seeded(7, loops.two_layers)
+    exec(loops.code_of(heading), scope)
     scope["optimizer"].check_replicas()
     scope["optimizer"].close()
     mine = scope.get("part", scope["model"])
@@ -330,21 +296,18 @@ def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Ten
     checkpoint = str(folder / "checkpoint")
     save(checkpoint, ours)
     ours.close()
-    theirs = seeded(8, network)
+    theirs = loops.seeded(8, loops.network)
     fully_shard(theirs)
     peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
-    exec(code_of("To FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer, "checkpoint": checkpoint})
+    exec(loops.code_of("To FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer, "checkpoint": checkpoint})
     step_through(theirs, peer, loader[4:8], rank)
-    exec(code_of("From FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer})
-    later = {**scope, "model": seeded(9, network), "stage": 2}
-    exec(code_of("Loading"), later)
+    exec(loops.code_of("From FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer})
+    later = {**scope, "model": loops.seeded(9, loops.network), "stage": 2}
+    exec(loops.code_of("Loading"), later)
     step_through(later["model"], later["optimizer"], loader[8:], rank)
     return [trained(later).state_dict()]
 
 
 def step_through(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]], rank: int) -> None:
     """Take a step for every two micro-batches."""
-    for inputs, targets in batches[rank::WORLD_SIZE]:
-        nn.functional.mse_loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    take_steps(model, optimizer, batches[rank::WORLD_SIZE], loops.mean_loss)

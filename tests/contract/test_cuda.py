@@ -8,7 +8,7 @@ for the others forever.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -19,15 +19,17 @@ from torch import nn
 
 from zero import Offload, ZeroOptimizer
 
-from ..support.devices import DEVICES, GPU, deterministic, deterministic_products, on, whole_program
-from ..support.models import build, odd_batches, odd_loss
-from ..support.narrowed import PRECISIONS
+from ..dials import loops
+from ..dials.record import config_with
+from ..support.devices import DEVICES, GPU, OnDevice, RankOnDevice, deterministic, deterministic_products, on
+from ..support.machine.program import Config, Lend, Scaled, Setting, ZeroGrad
+from ..support.machine.ranks import Saved
+from ..support.machine.run import run
+from ..support.models import build, odd_batches, take_steps
 from ..support.pairs import Row, pair_rows
-from ..support.plain import assert_same_model, assert_same_states
+from ..support.plain import assert_same_model
 from ..support.pool import GlooPool
-from ..support.programs import Program, compare
 from ..support.rows import rows
-from .space import HABITS
 
 ON_GPU = DEVICES[1]
 
@@ -50,27 +52,25 @@ def ranks(request: pytest.FixtureRequest) -> GlooPool:
 
 @pytest.fixture
 def alike() -> Iterator[None]:
-    """Set up torch for deterministic results."""
     with deterministic_products(), deterministic():
         yield
 
 
-# -- programs ----------------------------------------------------------------------------------------------------------
-
-NUMBERS: dict[str, dict[str, Any]] = {
-    "": {},
-    "bf16": {"precision": PRECISIONS["bf16"]},
-    "fp16": {"precision": PRECISIONS["fp16"]},
-    "in bf16": {"dtype": torch.bfloat16},
+KNOWN = loops.DIALS[0].values
+LOOPS: dict[str, Any] = {
+    **{name: KNOWN[name] for name in ("norms", "no sync", "freezes", "divisors", "uneven", "clears, zeros")},
+    "scaled": [Scaled(1), Scaled(2, overflow=1), Scaled(3, unscale=False), *loops.step(4)],
 }
+NUMBERS = {"": {}, "bf16": {"precision": "bf16"}, "fp16": {"precision": "fp16"}, "in bf16": {"dtype": "bfloat16"}}
 
 
 def allowed(row: Row) -> bool:
     """Return whether the settings of a row go together."""
     whole = row["numbers"] == "in bf16"
     return (
-        (row["habit"] != "fewer" or (row["stage"] < 3 and row["ranks"] > 1))
-        and not (whole and (row["optimizer"] != "adamw" or row["habit"] == "scales"))
+        (row["loop"] != "uneven" or row["stage"] < 3)
+        and (row["loop"] != "clears, zeros" or not row["lends"])  # zeros that no step used do not move
+        and not (whole and (row["optimizer"] != "adamw" or row["loop"] == "scaled"))
         and (row["numbers"] != "fp16" or row["optimizer"] in ("adamw", "adamw fused"))
     )
 
@@ -78,41 +78,39 @@ def allowed(row: Row) -> bool:
 ROWS = pair_rows(
     {
         "stage": (0, 1, 2, 3),
-        "ranks": (1, 2, 3),
-        "cap": (25.0, 0.0005, 1e-6),
+        "world_size": (1, 2, 3),
+        "bucket_cap_mb": (25.0, 0.0005, 1e-6),
         "optimizer": ("adamw", "adamw fused", "adamw foreach", "adamw for-loop"),
-        "habit": ("norms", "no sync", "freezes", "divisors", "fewer", "zeros", "scales"),
+        "loop": tuple(LOOPS),
         "numbers": tuple(NUMBERS),
         "collective": ("auto", "pairwise"),
-        "offload": (None, Offload("cpu")),
+        "offload": (False, "states on the host"),
         "lends": (False, True),
     },
     allowed,
 )
+OF_CONFIG = ("stage", "world_size", "bucket_cap_mb", "optimizer", "collective", "offload")
 
 
-def program_of(row: Row, device: str) -> Program:
-    return Program(
-        *(row[name] for name in ("ranks", "stage", "optimizer", "cap", "collective")),
-        **NUMBERS[row["numbers"]],
-        **{name: row[name] for name in ("offload", "lends")},
-        device=device,
-        scaled=row["habit"] == "scales",
-        steps=HABITS[row["habit"]],
-    )
+class RankBesideNccl(RankOnDevice):
+    """A rank in a group of itself alone, whose tensors NCCL transfers if they are on a GPU."""
 
-
-def beside_nccl(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
-    """Run in a group of this rank alone, whose tensors NCCL transfers if they are on a GPU."""
-    backend = "nccl" if program.device.startswith("cuda") else "gloo"
-    alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
-    try:
-        summed = torch.ones(3, device=program.device)
+    def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
+        backend = "nccl" if config.device.startswith("cuda") else "gloo"
+        alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
+        summed = torch.ones(3, device=config.device)
         dist.all_reduce(summed, group=alone)
         assert summed.tolist() == [1.0] * 3
-        return whole_program(alone, rank, program)
-    finally:
-        dist.destroy_process_group(alone)
+        super().__init__(config, setting, alone, rank, saved)
+
+    def close(self) -> list[torch.Tensor]:
+        found = super().close()
+        dist.destroy_process_group(self.group)
+        return found
+
+
+class BesideNccl(OnDevice):
+    rank = RankBesideNccl
 
 
 @pytest.mark.parametrize(
@@ -124,20 +122,16 @@ def beside_nccl(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: GlooPool, device: str, row: Row) -> None:
-    program = program_of(row, device)
-    run = beside_nccl if program.world_size == 1 else whole_program
-    results = ranks.run(run, program, ranks=range(program.world_size), limit=100)
+    config = config_with({**NUMBERS[row["numbers"]], **{name: row[name] for name in OF_CONFIG}, "device": device})
+    lend = [Lend()] if row["lends"] else []
+    commands = [each for command in LOOPS[row["loop"]] for each in (command, *lend * isinstance(command, ZeroGrad))]
+    backend = BesideNccl if row["world_size"] == 1 else OnDevice
     with deterministic():
-        plain = compare(program, results)
-    assert_same_states(results[0][3], plain.optimizer.state_dict())
-
-
-# -- asynchronous work of a GPU ----------------------------------------------------------------------------------------
+        run(config, *commands, backend=backend(ranks))
 
 
 @contextmanager
 def nobody_waits(device: str) -> Iterator[None]:
-    """Make torch raise if the host waits for a GPU."""
     if not device.startswith("cuda"):
         yield
         return
@@ -149,7 +143,6 @@ def nobody_waits(device: str) -> Iterator[None]:
 
 
 def in_a_stream(device: str) -> AbstractContextManager[Any]:
-    """Use a new stream, behind all work enqueued before."""
     if not device.startswith("cuda"):
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -157,38 +150,29 @@ def in_a_stream(device: str) -> AbstractContextManager[Any]:
     return torch.cuda.stream(stream)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any]) -> None:
-    for batch in batches:
-        odd_loss(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @pytest.mark.law("host synchronisation")
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:offload")
 def test_a_step_lets_the_host_run_ahead(device: str) -> None:
-    """This holds after the first two steps, which create states, on another stream than that of the construction."""
     for stage, offload in ((0, None), (1, Offload("cpu")), (2, None), (2, Offload("cpu")), (3, None)):
         model, plain, batches = build().to(device), build().to(device), on(device, odd_batches(5, extra=False))
         options: dict[str, Any] = {"stage": stage, "bucket_cap_mb": 0.0005, "offload": offload}
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2, fused=True, **options)
         with in_a_stream(device):
-            train(model, optimizer, batches[:2])
+            take_steps(model, optimizer, batches[:2])
             with nobody_waits(device):
-                train(model, optimizer, batches[2:])
+                take_steps(model, optimizer, batches[2:])
             optimizer.close()
         if device != "cpu":
             torch.cuda.synchronize()
-        train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
+        take_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), batches)
         assert_same_model(model, plain)
 
 
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_backward_inside_a_backward_is_refused_with_the_reason(device: str) -> None:
-    """On a GPU both run in a thread of autograd's own."""
     from torch.utils.checkpoint import checkpoint
 
     for stage in range(4):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,12 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from ..support.models import build as locked_build
-from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, share
+from ..support.models import build, odd_batches, odd_loss
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
-from ..support.sides import Loop, Side, same_as_plain
+from ..support.sides import OnRank, Side, same_as_plain
 from ..support.small import TwoVectors
 from ..support.trainings import Counting
-
-
-def build() -> nn.Module:
-    return locked_build(0)
 
 
 @pytest.mark.parametrize("stage", rows([2], [0]))
@@ -32,59 +26,45 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         rest = [p for p in model.parameters() if p.dim() <= 1]
         return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
 
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int, divisor: float) -> list[str]:
-        events: list[str] = []
-        optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
-        optimizer.register_step_post_hook(lambda *_: events.append("post"))
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=5)
+    def loop(side: Side) -> list[str]:
+        events = list[str]()
+        assert isinstance(side.optimizer, torch.optim.Optimizer)
+        assert side.optimizer.param_groups[1]["betas"] == (0.9, 0.999)
+        side.optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
+        side.optimizer.register_step_post_hook(lambda *_: events.append("post"))
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, total_steps=5)
         for step in range(4):
 
             def closure(step: int = step) -> Tensor:
-                optimizer.zero_grad()
-                loss = torch.zeros(())
-                for batch in share(odd_batches(6, step), rank, ranks):
-                    loss = odd_loss(model, batch)
-                    loss.backward()
-                for p in model.parameters():
-                    if p.grad is not None and divisor != 1:
-                        p.grad.div_(divisor)
-                return loss
+                side.clear()
+                for turn in range(2):
+                    side.train(lambda model, rank, at=2 * step + turn: odd_loss(model, odd_batches(3, at)[rank]))  # type: ignore[misc]
+                return torch.zeros(())
 
-            assert isinstance(optimizer.step(closure), Tensor)
+            if isinstance(side, OnRank):
+                assert isinstance(side.optimizer.step(closure), Tensor)
+            else:
+                closure()
+                side.step()
             scheduler.step()
-            optimizer.param_groups[1]["weight_decay"] = 0.01 * step
+            side.optimizer.param_groups[1]["weight_decay"] = 0.01 * step
         return events
 
-    def program(transport: Transport) -> nn.Module:
-        model = build()
-        arguments: dict[str, Any] = {"stage": stage, "module": model, "divisor": 6, "partition": "element"}
-        optimizer = ZeroOptimizer(groups(model), process_group=transport, **arguments)
-        assert isinstance(optimizer, torch.optim.Optimizer)
-        assert optimizer.param_groups[0]["params"][0] is next(p for p in model.parameters() if p.dim() > 1)
-        assert optimizer.param_groups[1]["betas"] == (0.9, 0.999)
-        assert loop(model, optimizer, transport.rank, 3, 1) == ["pre", "post"] * 4
-        return model
-
-    plain = build()
-    loop(plain, torch.optim.AdamW(groups(plain)), 0, 1, 6)
-    for model in on_threads(3, program):
-        assert_same_model(model, plain)
+    settings = {"stage": stage, "partition": "element"}
+    same_as_plain(loop, build, torch.optim.AdamW, 3, groups=groups, settings=settings)
 
 
 def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     def program(transport: Transport) -> nn.Module:
-        model = locked_build(transport.rank)
+        model = build(transport.rank)
         model.count = nn.Buffer(torch.tensor(transport.rank))
         ZeroOptimizer(list(model.last.parameters()), module=model, process_group=transport)
         assert model.count == 0
         return model
 
     for model in on_threads(3, program):
-        assert_same_bits(model.offset, locked_build(0).offset)
-        assert_same_model(model, locked_build(0))
-
-
-# -- classes with a memory of their own --------------------------------------------------------------------------------
+        assert_same_bits(model.offset, build(0).offset)
+        assert_same_model(model, build(0))
 
 
 class CountingWhatItHas(torch.optim.SGD):
@@ -101,43 +81,28 @@ class CountingWhatItHas(torch.optim.SGD):
                 group["decay"].mul_(0.5)
 
 
-def two_groups(model: TwoVectors) -> list[dict[str, Any]]:
-    return [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
+@pytest.mark.parametrize(
+    ("stage", "ranks", "cls", "used"),
+    rows(
+        [(1, 3, Counting, (0, 1, 2)), (0, 1, CountingWhatItHas, (0, 2)), (1, 1, Counting, None)],
+        [(2, 8, Counting, (2,)), (2, 1, CountingWhatItHas, (0, 2))],  # more ranks than some groups have shards
+    ),
+)
+def test_what_a_class_counts_it_counts_once_in_a_step(stage: int, ranks: int, cls: Any, used: Any) -> None:
+    """Also on ranks and in groups that hold nothing. ``used``: the steps that use ``a``; None: ``b`` comes later."""
 
-
-def counted(uses_a: Callable[[int], bool], added: bool = False) -> Loop:
-    """Return a loop of three steps; ``added``: ``b`` joins in the third."""
+    def groups(model: TwoVectors) -> Any:
+        return [model.a] if used is None else [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
 
     def loop(side: Side) -> list[Any]:
         for step in range(3):
-            if added and step == 2:
+            if used is None and step == 2:
                 side.optimizer.add_param_group({"params": [side.model.b]})
             side.clear()
-            side.train(lambda model, _, step=step: model(1.0 + step, uses_a(step)))  # type: ignore[misc]
+            side.train(lambda model, _, step=step: model(1.0 + step, used is None or step in used))  # type: ignore[misc]
             side.step()
         return [(group.get("k"), group.get("decay")) for group in side.optimizer.param_groups]
 
-    return loop
-
-
-COUNTS: list[tuple[int, int, Any, Loop, Any]] = rows(  # stage, ranks, class, loop, groups
-    [
-        (1, 3, Counting, counted(lambda step: True), two_groups),
-        (0, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-        (1, 1, Counting, counted(lambda step: True, added=True), lambda model: [model.a]),
-    ],
-    [
-        (2, 8, Counting, counted(lambda step: step == 2), two_groups),  # more ranks than some groups have shards
-        (2, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-    ],
-)
-
-
-@pytest.mark.parametrize(("stage", "ranks", "cls", "loop", "groups"), COUNTS)
-def test_what_a_class_counts_it_counts_once_in_a_step(
-    stage: int, ranks: int, cls: Any, loop: Loop, groups: Any
-) -> None:
-    """Also on ranks and in groups that hold nothing, whatever bucket a group is in, and in one that comes later."""
     settings = {"stage": stage, "bucket_cap_mb": 1e-6}
     same_as_plain(loop, TwoVectors, cls, ranks, groups=groups, settings=settings, lr=0.1)
 

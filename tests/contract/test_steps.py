@@ -25,11 +25,8 @@ from ..support.parts import parts_of
 from ..support.rows import rows
 from .watched import train
 
-# -- calls that must not change an update -----------------------------------------------------------------------------
-
 
 def everything_but_step(command: p.Command | None, rank: Rank) -> None:
-    """Make every call that is legal at the moment."""
     model, optimizer = rank.model, rank.optimizer
     str(optimizer.describe()), repr(optimizer), optimizer.traffic, {q: dict(s) for q, s in optimizer.state.items()}
     optimizer.check_replicas()
@@ -64,8 +61,6 @@ def everything_but_step(command: p.Command | None, rank: Rank) -> None:
 
 @pytest.mark.law("only a step")
 def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
-    """Also checks that the process is unchanged: random generators, and torch's global settings."""
-
     def ambient() -> list[Any]:
         generators = [torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()]
         modes = [torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()]
@@ -77,12 +72,7 @@ def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
     assert ambient() == before
 
 
-# -- padding and scratch ----------------------------------------------------------------------------------------------
-
-
 def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
-    """Fill all memory that a transport hands out with this byte."""
-
     def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def allocated(*arguments: Any) -> Tensor:
             found = allocate(*arguments)

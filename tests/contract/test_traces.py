@@ -20,6 +20,7 @@ from zero.parameters.unit_manager import Unit
 
 from ..dials.loops import FAILS
 from ..dials.record import config_with
+from ..support.errors import is_plain
 from ..support.limits import BOUND
 from ..support.machine.program import Backward, Command, Keep, Step, Wrong, ZeroGrad
 from ..support.machine.ranks import Rank
@@ -27,8 +28,6 @@ from ..support.models import build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
 from ..support.rows import rows
 from .watched import LOOP, train
-
-# -- nothing on parameters but data, grad and class -------------------------------------------------------------------
 
 
 def traces(model: nn.Module) -> dict[str, Any]:
@@ -41,17 +40,9 @@ def traces(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def hooks_of(model: nn.Module) -> list[Any]:
-    registries = [value for part in model.modules() for key, value in vars(part).items() if key.endswith("_hooks")]
-    for parameter in model.parameters():
-        registries += [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]  # type: ignore[attr-defined]
-    return [hook for registry in registries for hook in (registry or {}).values()]
-
-
 @pytest.mark.law("no traces")
 @pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
 def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
-    """Except data, gradient, class and hooks. After close() hooks and class are restored, and memory is as before."""
     pristine = config_with({}).model(0)
     expected, models = traces(pristine), list[nn.Module]()
 
@@ -65,7 +56,7 @@ def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
     assert models
     for model in models:
         assert traces(model) == expected
-        assert hooks_of(model) == []
+        assert is_plain(model)
         for p, like in zip(model.parameters(), pristine.parameters(), strict=True):
             assert (type(p), p.stride(), p.storage_offset()) == (nn.Parameter, like.stride(), 0)
             assert p.untyped_storage().nbytes() == like.untyped_storage().nbytes()
@@ -74,7 +65,6 @@ def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
 @pytest.mark.law("user objects")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_the_user_gave_is_never_edited(stage: int) -> None:
-    """Groups, defaults, betas in a list, a rate in a tensor, and a state dict."""
     model = build(0)
     rate, betas = torch.tensor(1e-2), [0.8, 0.95]
     members = list(model.parameters())
@@ -103,13 +93,8 @@ def test_what_the_user_gave_is_never_edited(stage: int) -> None:
     assert (rate.item(), betas) == (torch.tensor(1e-2).item(), [0.8, 0.95])
 
 
-# -- nothing in the process -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.law("no traces")
 def test_a_closed_optimizer_leaves_no_object_behind() -> None:
-    """Neither tensors nor objects of the library: after some trainings, only objects of the first one are alive."""
-
     def alive() -> Counter[str]:
         gc.collect()
         kinds = [type(each) for each in gc.get_objects()]
@@ -126,8 +111,6 @@ def test_a_closed_optimizer_leaves_no_object_behind() -> None:
     assert alive() - before == Counter()  # garbage of earlier tests may go meanwhile
 
 
-# -- several in one process -------------------------------------------------------------------------------------------
-
 SETTINGS: list[dict[str, Any]] = [
     {"stage": 0, "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "divisor": 3.0},
     {"stage": 1, "optimizer_class": torch.optim.AdamW, "lr": 1e-2, "bucket_cap_mb": 1e-6, "fused": True},
@@ -141,7 +124,6 @@ OURS = ("stage", "optimizer_class", "divisor", "bucket_cap_mb", "collective", "u
 
 @pytest.mark.law("side by side")
 def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backward() -> None:
-    """All stages at once, each with a model of its own, in another order in each step; with one loss for all."""
     batches = [[odd_batches(1, 10 * step + rank)[0] for rank in range(2)] for step in range(3)]
 
     def program(transport: Transport) -> list[nn.Module]:
@@ -173,9 +155,6 @@ def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backwa
             assert_same_model(models[number], model)
 
 
-# -- states -----------------------------------------------------------------------------------------------------------
-
-
 def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: str) -> set[tuple[Any, Any]]:
     seen: set[tuple[Any, Any]] = set()
 
@@ -189,7 +168,6 @@ def record_transitions(monkeypatch: pytest.MonkeyPatch, cls: type, attribute: st
 
 
 def a_rank_leaves(command: Command | None, rank: Rank) -> None:
-    """Let rank 1 fail in the middle of a backward, while units are gathered."""
     if isinstance(command, Keep):
         if rank.rank == 0:
             with pytest.raises(CollectiveError):
@@ -199,7 +177,6 @@ def a_rank_leaves(command: Command | None, rank: Rank) -> None:
 
 @pytest.mark.law("state transitions")
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arrows are those of the diagrams in `gathered.units` and `backward_schedule`, whatever is called or fails."""
     units = record_transitions(monkeypatch, GatheredUnit, "state")
     installed = record_transitions(monkeypatch, Unit, "installed")
     phases = record_transitions(monkeypatch, BackwardSchedule, "phase")

@@ -41,5 +41,4 @@ class Watched(Threads):
 
 
 def train(stage: int, at: At = lambda *_: None, *more: Command) -> None:
-    """Train two ranks, and assert the plain loop's bits."""
     run(config_with({"stage": stage, "world_size": 2}), *LOOP, *more, backend=Watched(at))

@@ -54,6 +54,15 @@ OF_CALLS = {
     "optimizer.add_param_group({'params': model.first.weight})": (
         "ValueError: add_param_group: 'first.weight' is in a param group already"
     ),
+    **{
+        f"[o := ZeroOptimizer(torch.nn.Linear(2, 2), process_group=solo()), o.close(), o.{call}()]": "is closed"
+        for call in ("step", "zero_grad", "state_dict", "check_replicas", "reset_states")
+    },
+    **{
+        "[m := torch.nn.Linear(2, 2), m(torch.ones(1, 2)).sum().backward(), "
+        f"ZeroOptimizer(m, stage={stage}, process_group=solo()).step()]": "was assigned from outside … set it to None"
+        for stage in (0, 1, 2)
+    },
 }
 DIALS = (
     Dial(

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..support.machine import program as p
-from ..support.programs import BY_PARAMETER, CLASSES
+from ..support.machine.classes import BY_PARAMETER, CLASSES
 from ..support.two_modes import Centred
 from .record import Dial, Differs, Moment, Refused
 

@@ -48,6 +48,10 @@ def forgetful() -> nn.Module:
     return made
 
 
+def scripted() -> Any:
+    return torch.jit.script(linear())
+
+
 def listed(held: Callable[[], torch.Tensor] = lambda: torch.ones(3)) -> nn.Module:
     return nn.Sequential(linear(), nn.ParameterList([nn.Parameter(held(), requires_grad=False)]))
 
@@ -136,6 +140,7 @@ META = [
         "'1.0' is a TwoTensor on the meta device, which only its own class",
     ),
     on_meta(hooked, "'weight' is on the meta device and has hooks, which it would lose"),
+    on_meta(scripted, "a ScriptModule's never can", stage=0, param_init_fn=print),
     on_meta(referred_to, "'bias' is on the meta device and cannot be given memory: … weakref"),
     Refused({"param_init_fn": print}, "this one has values: build it under"),
     Refused(

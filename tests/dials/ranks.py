@@ -64,7 +64,8 @@ DIALS = (
                 {"sharding_factor": 1},
                 {},
                 "rank 0 asked for stage=2, sharding_factor=1, reshard … but rank 1 for stage=2, sharding_factor=None",
-            )
+            ),
+            Differs({"stage": 0}, {"stage": 0, "sharding_factor": 1}, "rank 0 asked for stage=0, … but rank 1"),
         ],
     ),
     Dial(

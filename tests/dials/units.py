@@ -232,6 +232,7 @@ DIALS = (
                 DIFFERENT,
                 layers,
             ),
+            Differs({"stage": 2}, {"stage": 2, "reshard_after_forward": False}, "rank 0 asked for stage=2, … but rank"),
             Differs(
                 {"stage": 3, "reshard_after_forward": fails},
                 {"stage": 3, "reshard_after_forward": always},

@@ -26,9 +26,10 @@ from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.limits import BOUND
+from ..support.machine.program import Config
+from ..support.machine.run import play
 from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_value
-from ..support.programs import Program, run_rank
 from ..support.sides import AsPlain, Loop, OnRank
 
 
@@ -153,14 +154,14 @@ def take_step(side: Any, step: int) -> None:
 # -- programs of processes ---------------------------------------------------------------------------------------------
 
 
-def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
+def on_mesh(group: dist.ProcessGroup, rank: int, config: Config, commands: Any, ranks: Any) -> Any:
     """Run a program on a mesh of some processes. None on the others, which take part in making the mesh alone."""
     mesh = DeviceMesh("cpu", ranks)
-    return None if mesh.get_coordinate() is None else run_rank(program, mesh)
+    return None if mesh.get_coordinate() is None else play(config, commands, mesh)
 
 
-def on_group(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
-    return run_rank(program, group)
+def on_group(group: dist.ProcessGroup, rank: int, config: Config, commands: Any) -> Any:
+    return play(config, commands, group)
 
 
 def parts_of(group: dist.ProcessGroup, rank: int, ranks: Any) -> Any:
@@ -173,13 +174,13 @@ def parts_of(group: dist.ProcessGroup, rank: int, ranks: Any) -> Any:
     return [int(each) for each in part.exchange(str(rank).encode(), Tag(Kind.EXCHANGE, "a test"))]
 
 
-def by_groups_of_the_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
+def by_groups_of_the_mesh(group: dist.ProcessGroup, rank: int, config: Config, commands: Any, ranks: Any) -> Any:
     """Run a program on a mesh as with NCCL, in whose place are gloo's own collectives. No group of a part is made."""
     with (
         mock.patch("collectives.topology._all_have_nccl", return_value=True),
         mock.patch("collectives.backends.gloo._Parts.of", side_effect=AssertionError("the mesh has these groups")),
     ):
-        return on_mesh(group, rank, program, ranks)
+        return on_mesh(group, rank, config, commands, ranks)
 
 
 def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> list[str]:

@@ -16,31 +16,33 @@ from collectives.backends.device_mesh import MeshPlace
 from zero import ZeroOptimizer
 from zero.checkpoint.folder.model_parts import ModelParts
 
-from ..support.by_module import by_kind
+from ..dials.loops import step
+from ..dials.record import config_with
 from ..support.errors import assert_in_order, error_of
 from ..support.limits import BOUND
-from ..support.narrowed import PRECISIONS
+from ..support.machine.program import Backward, Scaled
+from ..support.machine.run import Played, run
 from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
-from ..support.programs import Program, Round, Step, compare
 from ..support.rows import rows
 from ..support.sides import AsPlain
 from . import jobs
 from .jobs import Whole, take_step
 
-CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
+CLIPPED = [*step(1), Backward(2, sync=False), *step(3), Scaled(4, overflow=1)]
 
 
 @pytest.mark.law("group ranks")
 @pytest.mark.parametrize(
     ("stage", "ranks", "more"),
     rows(
-        [(3, [[0, 2], [1, 3]], {}), (2, [1, 3], {"precision": PRECISIONS["bf16"]})],
+        [(3, [[0, 2], [1, 3]], {}), (2, [1, 3], {"precision": "bf16"})],
         [
             (0, [[0, 2], [1, 3]], {}),
-            (1, [[0], [3]], {"scaled": True}),
+            (1, [[0], [3]], {}),
+            (3, [[0, 2, 3]], {"precision": "bf16"}),
             (3, [0, 1, 2, 3], {"optimizer": "shampoo"}),
-            (3, [[0, 2], [1, 3]], {"precision": by_kind}),
+            (3, [[0, 2], [1, 3]], {"precision": "by kind", "units": "inside units, kept"}),
         ],
     ),
     ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),
@@ -50,10 +52,10 @@ def test_a_mesh_of_any_ranks_has_the_bits_of_the_plain_loop(
 ) -> None:
     """Ranks are numbered row by row, whatever their numbers in the job; processes outside of it do nothing else."""
     members = torch.tensor(ranks).flatten().tolist()
-    program = Program(len(members), stage, steps=CLIPPED, **more)
-    results = gloo.run(jobs.on_mesh, program, ranks, ranks=range(4))
+    config = config_with({"stage": stage, "world_size": len(members), "mesh": True, **more})
+    results = gloo.run(jobs.on_mesh, config, CLIPPED, ranks, ranks=range(4))
     assert [rank for rank, result in enumerate(results) if result is not None] == sorted(members)
-    compare(program, [results[rank] for rank in members])
+    run(config, *CLIPPED, backend=Played([results[rank] for rank in members]))
 
 
 def test_what_only_processes_of_a_mesh_can_give_is_refused_by_name(gloo: GlooPool) -> None:

@@ -27,10 +27,10 @@ from zero.step.partition import choose_partitions
 
 from ..support.limits import BOUND
 from ..support.loops import CLASSES, ROOT, SAMPLES, WIDTH, blocks_of, two_layers
+from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model
-from ..support.programs import locked_build
 
 ON_HOST = Offload("cpu", parameters="cpu")
 STEPPED_THERE = replace(ON_HOST, step="cpu")

@@ -13,26 +13,30 @@ from collectives import Transport, on_threads
 from collectives.backends import gloo as gloo_backend
 from zero import ZeroOptimizer
 
+from ..dials import loops
 from ..dials.loops import DIALS
 from ..dials.record import config_with
 from ..step.narrow import build, step, zero
 from ..support.late import LateBackend, on_late_threads
-from ..support.machine.run import run
+from ..support.machine.program import Backward, Freeze, Scaled
+from ..support.machine.run import Played, play, run
 from ..support.narrowed import BF16, PRECISIONS
 from ..support.parts import parts_of
-from ..support.plain import assert_same_bits, assert_same_states
-from ..support.programs import Program, Round, Step, compare, run_rank
+from ..support.plain import assert_same_bits
 from ..support.rows import only
 
 LOOPS, LOOKS = (dial.values for dial in DIALS)
 NARROW = PRECISIONS["bf16"]
-STEPS = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())), Step(toggle=("frozen",)))
-PROGRAMS = {
-    "all_to_all": Program(3, 3, collective="all_to_all", steps=STEPS),
-    "kept by few for the backward": Program(4, 3, reshard=2, steps=STEPS[:2]),
-    "replicas": Program(6, 3, sharding_factor=3, steps=STEPS[:2]),
-    "by parameter": Program(3, 3, "shampoo", collective="all_to_all", steps=STEPS[:2]),
-    "fp16": Program(2, 3, collective="all_to_all", precision=PRECISIONS["fp16"], scaled=True, steps=STEPS),
+LOOP = [
+    *(*loops.step(1), Backward(2, sync=False), *loops.step(3)),
+    *(Freeze((14,)), *loops.step(4), Scaled(5, overflow=1)),
+]
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "all_to_all": {"world_size": 3, "collective": "all_to_all"},
+    "kept by few for the backward": {"world_size": 4, "reshard": 2},
+    "replicas": {"world_size": 6, "sharding_factor": 3},
+    "by parameter": {"world_size": 3, "optimizer": "shampoo", "collective": "all_to_all"},
+    "fp16": {"world_size": 2, "collective": "all_to_all", "precision": "fp16"},
 }
 
 
@@ -46,16 +50,16 @@ class NoEvents(gloo_backend._UnderWay):
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
 def test_training_has_the_plain_loops_bits(name: str) -> None:
-    given = PROGRAMS[name]
-    program = Program(**{"bucket_cap_mb": 0.001, **vars(given), "precision": given.precision or NARROW})
+    """On the paths of a device, with collectives of the backend that finish at their wait."""
+    config = config_with({"stage": 3, "precision": "bf16", **PROGRAMS[name]})
     with (
         device_paths(),
         mock.patch.object(LateBackend, "stays_on", return_value=True),
         mock.patch("collectives.topology._all_have_nccl", return_value=True),
         mock.patch("collectives.topology.ThreadBackend", NoEvents),  # threads pass for processes
     ):
-        results = on_late_threads(program.world_size, lambda transport: run_rank(program, transport))
-    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
+        results = on_late_threads(config.setting.world_size, lambda transport: play(config, LOOP, transport))
+    run(config, *LOOP, backend=Played(results))
 
 
 def weights_of(optimizer: ZeroOptimizer) -> int:

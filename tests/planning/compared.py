@@ -44,8 +44,6 @@ class OfBlockwise(PlanSetting):
 
 
 class Block(nn.Linear):
-    """A unit with a matrix, a vector, a scalar, and parameters that no forward uses."""
-
     def __init__(self, unused: int) -> None:
         super().__init__(32, 32)
         self.scale = nn.Parameter(torch.ones(()))
@@ -91,7 +89,6 @@ def made(name: str) -> nn.Module:
 
 
 def described(name: str) -> Model:
-    """Return the description of a model."""
     model = model_of(made(name), name)
     facts = ((p, p.names[0]) for p in model.parameters)
     parameters = (replace(p, group=int(key.endswith("bias")), used="unused" not in key) for p, key in facts)

@@ -11,7 +11,6 @@ Config = dict[str, Any]
 
 
 def llama(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, words: int, **more: Any) -> Config:
-    """Return a config with Llama's keys."""
     keys = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
     keys |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn, "vocab_size": words}
     return {"model_type": kind, **keys, **more}

@@ -45,7 +45,6 @@ def test_products_take_two_operations_a_weight_and_token(name: str) -> None:
 
 
 def test_products_in_fp32_are_those_of_the_weights_that_are() -> None:
-    """Of the root's rest the head alone has one. A module in fp32 has them counted as they run."""
     model, kept = from_config(PUBLISHED["gpt2"][0], "gpt2"), MixedPrecision(torch.float32)
     rule = Patterns(
         (("*", MixedPrecision(torch.bfloat16)), ("*.0.mlp", kept), ("*wpe", kept), ("*wte", kept), ("lm_head", kept))

@@ -58,7 +58,6 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
 
 
 def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
-    """Write a safetensors file of its header alone, without a value."""
     entries = {
         name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 1]} for name, (dtype, shape) in tensors.items()
     }
@@ -208,7 +207,6 @@ class Shared(nn.Module):
 
 @pytest.mark.parametrize("in_bf16", ["first", "second", "second.0", "third", "tied", "tied second.1"])
 def test_a_module_with_two_names_has_one_precision_in_a_plan_and_in_training(in_bf16: str) -> None:
-    """Both take the first name, and refuse the same patterns."""
     model, bf16 = Shared(), MixedPrecision(torch.bfloat16)
     patterns = {"*": MixedPrecision(torch.float32), **dict.fromkeys(in_bf16.split(), bf16)}
     shapes, of_plan, planned = model_of(model, "shared"), list[Any](), "nothing"

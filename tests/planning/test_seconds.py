@@ -104,7 +104,6 @@ def test_a_small_step_takes_what_it_takes_by_hand(program: StepProgram, expected
 
 
 def test_many_micro_batches_take_as_long_as_if_each_were_simulated() -> None:
-    """After the third a micro-batch repeats the one before."""
     blocks = (unit(4, 8, 5, 5), unit(4, 8, 5, 5), unit(4, 8, 5, None))
     program = StepProgram((unit(1, 2, 1, None), *blocks), (Reduction(2, 1.0, wire(9)),), in_flight=1, overlap=0.25)
     two, three, four, hundred = (
@@ -215,7 +214,6 @@ CALLS = [each.name for each in fields(HostCalls)]
 
 
 def test_more_buckets_never_make_the_host_faster_and_no_step_is_faster_than_its_host() -> None:
-    """With many tokens the host vanishes behind the device, but for a first unit's hooks and gather at stage 3."""
     for row in ROWS:
         hosts = [simulate(program(row, kib=kib)).issued for kib in (64, 8, 2)]
         assert hosts == sorted(hosts), row

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,18 +11,10 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..support.errors import error_of
 from ..support.limits import BOUND
+from ..support.small import blocks as build
 
 BATCH = torch.linspace(-1, 1, 8).view(2, 4)
-
-
-def build() -> nn.Sequential:
-    layers = [nn.Linear(4, 4) for _ in range(3)]
-    for number, layer in enumerate(layers):
-        nn.init.constant_(layer.weight, 0.25 + number)
-        nn.init.constant_(layer.bias, -0.5 * number)
-    return nn.Sequential(*layers)
 
 
 def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimizer:
@@ -62,10 +53,6 @@ def on_ranks(act: Act, stage: int, world_size: int = 2, **arguments: Any) -> lis
         return act(model, zero(model, transport, stage, **arguments))
 
     return on_threads(world_size, program, timeout=BOUND)
-
-
-def errors_on_ranks(act: Act, stage: int, world_size: int = 2) -> list[str]:
-    return on_ranks(partial(error_of, act), stage, world_size)
 
 
 def replace(model: nn.Sequential) -> None:

@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..support.errors import error_of, is_plain, warned
+from ..support.errors import assert_in_order, error_of, is_plain, warned
 from ..support.limits import BOUND
+from ..support.models import build as build_odd
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.pool import GlooPool
-from ..support.programs import locked_build
 from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
@@ -62,36 +62,16 @@ CALLS: dict[str, Callable[[Any, ZeroOptimizer], object]] = {
     "clip": lambda model, optimizer: optimizer.clip_grad_norm_(1.0),
 }
 BOTH = (0, 1)
+FIRST = [(0, assign, BOTH, "step"), (1, widen, BOTH, "backward"), (2, delete, (1,), "clip"), (3, tie, BOTH, "step")]
+FIRST += [(3, replace, (1,), "step"), (0, restore, BOTH, "backward"), (1, replace, (), "step")]
+MORE = [(1, narrow, BOTH, "step"), (2, tie, BOTH, "clip"), (0, replace, (1,), "step"), (2, assign, (1,), "step")]
+MORE += [(2, widen, (1,), "backward"), (0, narrow, (1,), "clip"), (2, restore, (1,), "step"), (3, replace, (), "step")]
 
 
-@pytest.mark.parametrize(
-    ("stage", "change", "ranks", "call"),
-    rows(
-        [
-            (0, assign, BOTH, "step"),
-            (1, widen, BOTH, "backward"),
-            (2, delete, (1,), "clip"),
-            (3, tie, BOTH, "step"),
-            (3, replace, (1,), "step"),
-            (0, restore, BOTH, "backward"),
-            (1, replace, (), "step"),
-        ],
-        [
-            (1, narrow, BOTH, "step"),
-            (2, tie, BOTH, "clip"),
-            (0, replace, (1,), "step"),
-            (2, assign, (1,), "step"),
-            (2, widen, (1,), "backward"),
-            (0, narrow, (1,), "clip"),
-            (2, restore, (1,), "step"),
-            (3, replace, (), "step"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("stage", "change", "ranks", "call"), rows(FIRST, MORE))
 def test_a_parameter_that_was_replaced_or_cast_is_named_on_every_rank_and_close_says_what_is_lost(
     stage: int, change: Callable[[nn.Module], None], ranks: tuple[int, ...], call: str
 ) -> None:
-    """Close works at the first call, and another optimizer trains on."""
     problem, loss = CHANGES[change]
     precision = MixedPrecision(torch.bfloat16) if change is restore else None
 
@@ -133,18 +113,11 @@ def test_a_parameter_that_was_replaced_or_cast_is_named_on_every_rank_and_close_
         assert message.endswith(loss) or ranks != BOTH
 
 
-# -- taken over --------------------------------------------------------------------------------------------------------
-
-
 def calls_of(optimizer: ZeroOptimizer, parameter: Tensor) -> dict[str, Callable[[], Any]]:
     """Return every public call by its name."""
     given: dict[str, tuple[Any, ...]] = dict.fromkeys(("full_grad", "full_master"), (parameter,))
-    given |= {"clip_grad_norm_": (1.0,), "set_full_grad": (parameter, None), "sum_over_ranks": (1,)}
-    given |= {
-        "exchange": (b"",),
-        "load_full_state_dict": ({},),
-        "load_state_dict": ({"state": {}, "param_groups": []},),
-    }
+    given |= {"clip_grad_norm_": (1.0,), "set_full_grad": (parameter, None), "sum_over_ranks": (1,), "exchange": (b"",)}
+    given |= {"load_full_state_dict": ({},), "load_state_dict": ({"state": {}, "param_groups": []},)}
     given["add_param_group"] = ({"params": [nn.Parameter(torch.ones(2))]},)
     blocks = {name: (lambda name=name: getattr(optimizer, name)().__enter__()) for name in ("gathered", "join")}
     calls = {name: (lambda name=name: getattr(optimizer, name)(*given.get(name, ()))) for name in PUBLIC}
@@ -163,8 +136,6 @@ PUBLIC = {name for base in OWN for name in vars(base) if not name.startswith("_"
 def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone(
     older: int, newer: int, which: str
 ) -> None:
-    """At stage 3 a newer optimizer takes over all parameters of its module, listed or not."""
-
     def parts(model: nn.Module) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
         named = list(model.named_parameters())
         return {"all": (named, named), "some": (named, named[2:])}.get(which, (named[:4], named[4:]))
@@ -196,15 +167,12 @@ def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_new
     assert messages == ["close(): a newer ZeroOptimizer took over parameters of this one, and keeps them"] * 2
 
 
-# -- lifetimes ---------------------------------------------------------------------------------------------------------
-
-
 class Training:
     """Holds an optimizer whose ``units`` is a function of this object."""
 
     def __init__(self, stage: int) -> None:
         self.kind = nn.Linear
-        self.model = locked_build(0)
+        self.model = build_odd()
         units = (lambda part: isinstance(part, self.kind)) if stage == 3 else None
         self.optimizer = ZeroOptimizer(self.model, stage=stage, units=units)
 
@@ -244,20 +212,6 @@ def test_nothing_waits_for_the_garbage_collector_and_a_deep_copy_is_free(stage: 
         gc.enable()
 
 
-# -- models and states -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-def test_a_script_module_is_given_no_memory_and_is_made_after_close() -> None:
-    with torch.device("meta"):
-        scripted = cast(nn.Module, torch.jit.script(nn.Linear(3, 3)))
-    values = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
-    assert "a ScriptModule's never can" in error_of(zero, scripted, solo(), 0, init_state_dict=values)
-    model = build()
-    zero(model, solo(), 3).close()
-    assert isinstance(torch.jit.script(model), torch.jit.ScriptModule)
-
-
 def test_what_was_replaced_is_named_also_after_further_parameters_came() -> None:
     model, further = build(), nn.Parameter(torch.ones(3))
     optimizer = zero(model.parameters(), solo(), 2)
@@ -286,11 +240,7 @@ def test_a_cast_beside_placeholders_of_gradients_raises_itself(
         return error_of(cast, model)
 
     for message in on_ranks(program, stage):
-        assert "does not hold the gradient of '0.weight'" in message
-        assert message.endswith("cast or move the model before the optimizer is built")
-
-
-# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+        assert_in_order("does not hold the gradient of '0.weight' … cast or move the model before the", message)
 
 
 def around(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
@@ -307,11 +257,12 @@ WRAPS: dict[str, Callable[[nn.Module, dist.ProcessGroup, int], object]] = {
     "before": lambda model, group, stage: train(around(model, group), zero(model, group, stage)),
     "later": lambda model, group, stage: train(optimizer=zero(model, group, stage), model=around(model, group)),
 }
+SHARDED = "this rank does not hold the gradient of '2.bias' … Do not wrap the model in DistributedDataParallel"
+RELEASED = "'0.weight' is released … do not wrap the model in DistributedDataParallel"
 
 
 def wrapped_models(group: dist.ProcessGroup, rank: int) -> dict[tuple[str, int], str]:
-    stages = (0, 1, 2, 3)
-    return {(name, stage): error_of(wrap, build(), group, stage) for name, wrap in WRAPS.items() for stage in stages}
+    return {(name, stage): error_of(wrap, build(), group, stage) for name, wrap in WRAPS.items() for stage in range(4)}
 
 
 def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gloo: GlooPool) -> None:
@@ -319,21 +270,13 @@ def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gl
         for (wrap, stage), message in found.items():
             if wrap in ("the module", "inner"):
                 assert message.startswith(f"ValueError: '{wrap}' is a DistributedDataParallel, which"), message
-            elif (wrap, stage) == ("later", 3):
-                assert "'0.weight' is released" in message
-                assert "do not wrap the model in DistributedDataParallel" in message
             else:
-                assert "this rank does not hold the gradient of '2.bias'" in message
-                assert "Do not wrap the model in DistributedDataParallel" in message
+                assert_in_order(RELEASED if (wrap, stage) == ("later", 3) else SHARDED, message)
                 assert "full_grad" not in message
-
-
-# -- states ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stage", "sharding_factor"), rows([(1, 2), (3, 1)], [(0, None), (2, None)]))
 def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
-    """Flat, in the order of memory; the pieces of the ranks of a replica together are the whole state."""
     arguments: dict[str, Any] = {"stage": stage, "sharding_factor": sharding_factor, "lr": 0.5}
 
     def program(transport: Transport) -> tuple[dict[str, Any], dict[str, str]]:

@@ -24,9 +24,8 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.built_kernels import built_kernels, put_in
-from ..support.models import odd_batches, odd_loss
+from ..support.models import build, odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.programs import locked_build
 from ..support.rows import rows
 
 pytestmark = pytest.mark.law("host synchronisation")
@@ -111,7 +110,7 @@ def looks_of_a_step(transport: Transport, stage: int, acts: tuple[Act, ...], pre
 
     The optimizer is fused: torch's other paths read step counts, on the host.
     """
-    model = locked_build(0)
+    model = build()
     arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.0005}
     arguments |= {"lr": 1e-2, "fused": True, "mixed_precision": precision}
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, **arguments)

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +26,6 @@ from zero.integrations.transformers import (
     check_arguments,
     check_choices,
     check_process,
-    check_ranks,
     choices_of,
 )
 
@@ -36,6 +35,17 @@ from ..support.plain import assert_same_model, assert_same_states
 from ..support.refused import REFUSED
 from ..support.rows import rows
 from ..support.two_modes import ScheduleFree
+
+
+@pytest.fixture
+def accelerator_class() -> Iterator[Any]:
+    """Yield `ZeroAccelerator`, and let accelerate forget the process afterwards."""
+    state = pytest.importorskip("accelerate.state")
+    from zero.integrations.accelerate import ZeroAccelerator
+
+    yield ZeroAccelerator
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
 
 
 def network() -> nn.Sequential:
@@ -126,27 +136,17 @@ def with_a_hook(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("plain_of", "error", "words"),
+    ("plain_of", "words"),
     [
-        (lambda _: adamw(network()), ValueError, "models that were set up do not have all parameters of the AdamW"),
-        (ZeroOptimizer, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
-        (lambda model: Keeping(model.parameters()), TypeError, "Keeping does not keep its arguments patience in its"),
-        (with_a_hook, ValueError, r"the AdamW has hooks \(_optimizer_step_post_hooks\), .* register them on the Zero"),
+        (lambda _: adamw(network()), "ValueError: … models that were set up do not have all parameters of the AdamW"),
+        (ZeroOptimizer, "ValueError: X got stage, and an optimizer that is a ZeroOptimizer already"),
+        (lambda model: Keeping(model.parameters()), "TypeError: Keeping does not keep its arguments patience in its"),
+        (with_a_hook, "the AdamW has hooks (_optimizer_step_post_hooks), … register them on the Zero"),
     ],
 )
-def test_what_cannot_be_converted_is_an_error(plain_of: Any, error: type[Exception], words: str) -> None:
+def test_what_cannot_be_converted_is_an_error(plain_of: Any, words: str) -> None:
     model = network()
-    with pytest.raises(error, match=words):
-        set_up(model, stage=3).convert(plain_of(model))
-
-
-def test_a_clip_takes_all_parameters_of_an_optimizer() -> None:
-    model = network()
-    conversions = set_up(model)
-    optimizer = conversions.convert(adamw(model))
-    assert conversions.of(model.parameters()) is optimizer
-    with pytest.raises(ValueError, match="X clips all parameters of an optimizer"):
-        conversions.of(model[0].parameters())
+    assert_in_order(words, error_of(lambda: set_up(model, stage=3).convert(plain_of(model))))
 
 
 def test_a_copied_state_dict_keeps_ties_and_the_versions_by_which_modules_load() -> None:
@@ -159,9 +159,6 @@ def test_a_copied_state_dict_keeps_ties_and_the_versions_by_which_modules_load()
     norm = nn.BatchNorm1d(2, track_running_stats=False)
     norm.track_running_stats = True  # as Lightning's BaseFinetuning sets it
     norm.load_state_dict(on_cpu(norm.state_dict()))
-
-
-# -- Lightning's Trainer -----------------------------------------------------------------------------------------------
 
 
 def fit_with(arguments: dict[str, Any], optimizers: int = 1, configure: Callable[[Any], Any] = adamw) -> Any:
@@ -194,7 +191,6 @@ def fit_with(arguments: dict[str, Any], optimizers: int = 1, configure: Callable
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: bool) -> None:
-    """A plain optimizer that loads names takes no param group without names, as callbacks add them."""
     pytest.importorskip("pytorch_lightning")
 
     def configure(module: nn.Module) -> torch.optim.Optimizer:
@@ -203,12 +199,6 @@ def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: boo
     strategy = fit_with(unfreezing(1), configure=configure)  # a callback that has added no group
     (group,) = strategy.optimizer_state(strategy.optimizers[0])["param_groups"]
     assert ("param_names" in group) is named
-
-
-def another_precision() -> dict[str, Any]:
-    from pytorch_lightning.plugins import Precision
-
-    return {"plugins": [type("Other", (Precision,), {"precision": "transformer-engine"})()]}
 
 
 def unfreezing(groups: int) -> dict[str, Any]:
@@ -223,16 +213,6 @@ def unfreezing(groups: int) -> dict[str, Any]:
     return {"callbacks": [found]}
 
 
-def callback(name: str) -> dict[str, Any]:
-    """Return a callback of Lightning as a user would build it, or skip where the release has none."""
-    from pytorch_lightning import callbacks
-
-    if not hasattr(callbacks, name):
-        pytest.skip(f"this release has no {name}")
-    needed = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ModelPruning": {"pruning_fn": "l1_unstructured"}}
-    return {"callbacks": [getattr(callbacks, name)(**needed.get(name, {}))]}
-
-
 CALLBACKS = {
     "WeightAveraging": "keep a zero.ShardedAverage",
     "EMAWeightAveraging": "keep a zero.ShardedAverage",
@@ -243,41 +223,35 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("arguments", "optimizers", "words"),
-    [
-        (lambda: {"sync_batchnorm": True}, 1, "ZeroStrategy does not take sync_batchnorm"),
-        (lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 1, "clips by norm, not by value"),
-        (another_precision, 1, "does not take the precision 'transformer-engine'"),
-        (dict, 2, "ZeroStrategy takes one optimizer, not 2"),
-        (lambda: unfreezing(3), 1, "has param groups that Unfreezing has added: resume from one"),
-        *(
-            (lambda name=name: callback(name), 1, f"ZeroStrategy does not take the callback {name}: .*{remedy}")
-            for name, remedy in CALLBACKS.items()
-        ),
-    ],
-)
-def test_arguments_and_callbacks_of_a_trainer_that_cannot_be_obeyed_are_errors(
-    arguments: Callable[[], dict[str, Any]], optimizers: int, words: str
-) -> None:
+def test_what_lightning_and_fabric_ask_for_and_cannot_be_obeyed_is_an_error() -> None:
     pytest.importorskip("pytorch_lightning")
-    with pytest.raises(ValueError, match=words):
-        fit_with(arguments(), optimizers)
+    from pytorch_lightning import callbacks
+    from pytorch_lightning.plugins import Precision
 
-
-def test_a_strategy_takes_no_argument_of_distributed_data_parallel() -> None:
-    pytest.importorskip("pytorch_lightning")
     from zero.integrations import fabric, lightning
 
+    needed = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ModelPruning": {"pruning_fn": "l1_unstructured"}}
+    other = type("Other", (Precision,), {"precision": "transformer-engine"})()
+    clips = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
+    errors = {
+        "does not take sync_batchnorm": lambda: fit_with({"sync_batchnorm": True}),
+        "clips by norm, not by value": lambda: fit_with(clips),
+        "does not take the precision 'transformer-engine'": lambda: fit_with({"plugins": [other]}),
+        "takes one optimizer, not 2": lambda: fit_with({}, 2),
+        "has param groups that Unfreezing has added: resume from one": lambda: fit_with(unfreezing(3)),
+    }
+    for name in CALLBACKS:
+        if made := getattr(callbacks, name, None):  # this release has it
+            given = {"callbacks": [made(**needed.get(name, {}))]}
+            errors[f"does not take the callback {name}: … {CALLBACKS[name]}"] = lambda given=given: fit_with(given)
+    for words, call in errors.items():
+        assert_in_order(f"ValueError: … {words}", error_of(call))
     strategies: list[Any] = [lightning.ZeroStrategy, fabric.ZeroFabricStrategy]
     for strategy in strategies:
-        with pytest.raises(TypeError, match=f"{strategy.__name__} has no argument find_unused_parameters"):
-            strategy(stage=3, find_unused_parameters=True)
-    with pytest.raises(ValueError, match="clips by norm, not by value"):
-        fabric.ZeroFabricStrategy().clip_gradients_value(network(), adamw(network()), 1.0)
-
-
-# -- accelerate --------------------------------------------------------------------------------------------------------
+        said = error_of(strategy, stage=3, find_unused_parameters=True)
+        assert f"TypeError: {strategy.__name__} has no argument find_unused_parameters" in said
+    said = error_of(strategies[1]().clip_gradients_value, network(), adamw(network()), 1.0)
+    assert "clips by norm, not by value" in said
 
 
 PLUGINS = ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config")
@@ -293,35 +267,65 @@ def test_arguments_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerato
         accelerator_class(cpu=True, stage=3, **others.get(name, {name: object()}))
 
 
-def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_class: Any) -> None:
-    accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=2)
-    model = network()
-    with pytest.raises(ValueError, match="set up each model before its optimizer"):
-        accelerator.prepare(adamw(model), model)
-    optimizer = accelerator.prepare(model, adamw(model))[1]
-    with pytest.raises(NotImplementedError, match="clips by norm, not by value"):
-        accelerator.clip_grad_value_(model.parameters(), 1.0)
-    with pytest.raises(NotImplementedError, match=r"optimizer\.optimizer\.join"):
-        accelerator.join_uneven_inputs([model])
+def clips_while_accumulating(accelerator: Any, model: Any) -> None:
+    accelerator.prepare(model, adamw(model))
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(2, 3)).sum())
-        with pytest.raises(RuntimeError, match="while gradients are accumulated"):
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="give all of them"):
-        accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
-    optimizer.optimizer.close()
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def clips_a_part(accelerator: Any, model: Any) -> None:
+    accelerator.prepare(model, adamw(model))
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.sync_gradients and accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+
+
+def by_rank(data: Any) -> Any:
+    return DistributedSampler(data, num_replicas=1, rank=0)
+
+
+def dealing(size: int | None = 1, **samplers: Any) -> Callable[[Any, Any], object]:
+    """Return a call that prepares a loader with a sampler."""
+    data: Any = TensorDataset(torch.arange(8))
+    return lambda a, _: a.prepare(DataLoader(data, size, **{name: of(data) for name, of in samplers.items()}))
+
+
+CALLS: dict[str, Callable[[Any, Any], object]] = {  # of an accelerator of two micro-batches a step, and a model
+    "ValueError: … set up each model before its optimizer": lambda a, model: a.prepare(adamw(model), model),
+    "NotImplementedError: … clips by norm": lambda a, model: a.clip_grad_value_(model.parameters(), 1.0),
+    "NotImplementedError: … optimizer.optimizer.join": lambda a, model: a.join_uneven_inputs([model]),
+    "RuntimeError: … while gradients are accumulated": clips_while_accumulating,
+    "ValueError: … give all of them": clips_a_part,
+    "does not take a model that torch.compile returned: prepare the model": lambda a, model: a.prepare(
+        torch.compile(model, backend="eager")
+    ),
+    "'2.bias' of the Sequential … : prepare the optimizer that has it, as in": lambda a, model: a.backward(
+        a.prepare(model)(torch.ones(2, 3)).sum()
+    ),
+    "prepare the optimizer that has it": lambda a, model: a.prepare(model)(torch.ones(2, 3)).sum().backward(),
+    "ZeroAccelerator … DistributedSampler has dealt": dealing(2, sampler=by_rank),
+    "DistributedSampler has dealt": dealing(batch_sampler=lambda data: BatchSampler(by_rank(data), 2, False)),
+    "MicroBatchSampler has dealt": dealing(None, sampler=lambda data: MicroBatchSampler(data, 2, 0, 1)),
+    "ZeroAccelerator … is expected": dealing(batch_sampler=lambda data: MicroBatchSampler(data, 2, 1, 2)),
+}
+
+
+@pytest.mark.parametrize("words", CALLS)
+def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_class: Any, words: str) -> None:
+    accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=2)
+    assert_in_order(words, error_of(CALLS[words], accelerator, network()))
+    backward(accelerator.prepare_model(network(), evaluation_mode=True))
 
 
 def test_an_accelerator_that_finds_fewer_processes_than_were_started_is_an_error(
     accelerator_class: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a tracker that asked which process it is, before accelerate was told that there is no GPU."""
-    from accelerate import PartialState
-
-    PartialState()
+    __import__("accelerate").PartialState()
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"2 processes were started, but accelerate has found 1: .*PartialState\(cpu="):
-        accelerator_class(stage=1)
+    words = "2 processes were started, but accelerate has found 1: … PartialState(cpu="
+    assert_in_order(words, error_of(accelerator_class, stage=1))
 
 
 def test_a_prepared_scheduler_is_held_back_by_a_step_that_its_own_optimizer_skipped(accelerator_class: Any) -> None:
@@ -352,11 +356,6 @@ def test_a_hook_of_save_state_reads_whole_parameters_at_stage_3(accelerator_clas
     optimizer.optimizer.close()
 
 
-def test_a_model_that_torch_compile_returned_is_refused_before_it_is_prepared(accelerator_class: Any) -> None:
-    with pytest.raises(ValueError, match=r"does not take a model that torch\.compile returned: prepare the model"):
-        accelerator_class(cpu=True).prepare(torch.compile(network(), backend="eager"))
-
-
 def test_free_memory_lets_go_of_the_model_and_its_optimizer(accelerator_class: Any) -> None:
     accelerator = accelerator_class(cpu=True, stage=2)
     model = network()
@@ -367,9 +366,6 @@ def test_free_memory_lets_go_of_the_model_and_its_optimizer(accelerator_class: A
     model, optimizer = accelerator.free_memory(model, optimizer)
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
-
-
-# -- arguments of transformers' Trainer --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("row", REFUSED, ids=str)
@@ -387,46 +383,46 @@ def test_every_refusal_is_one_of_these() -> None:
         assert any(refusal.refuses(value) for value in values), refusal
 
 
-def test_a_process_that_is_not_one_rank_and_what_the_environment_chooses_are_errors(
-    monkeypatch: pytest.MonkeyPatch,
+def chosen_by(plugin: str = "", precision: str = "no") -> Any:
+    return SimpleNamespace(state=SimpleNamespace(**{plugin: object()} if plugin else {}), mixed_precision=precision)
+
+
+def choices(length: int = 7, dispatch: bool | None = None, **changes: Any) -> Any:
+    config = SimpleNamespace(dispatch_batches=dispatch)
+    args = SimpleNamespace(**{"seed": 1, "data_seed": None, "accelerator_config": config, **changes})
+    return choices_of(args, range(length), "train_dataset")
+
+
+ALONE = "2 processes were started, but TrainingArguments has found 1: each would train alone"
+SEED = (
+    "ValueError: ZeroTrainer: TrainingArguments(data_seed=...), by default its seed, is 1 on rank 0 and 2 on rank "
+    "2: give all ranks the same arguments and the same whole dataset, of which Trainer deals each rank its part"
+)
+CHECKS: list[tuple[Callable[[Any], object], Any, str]] = [
+    (check_process, SimpleNamespace(n_gpu=1, world_size=2), "nothing"),
+    (check_process, SimpleNamespace(n_gpu=4, world_size=1), "4 GPUs in one process … torchrun --nproc-per-node 4 S"),
+    (check_process, SimpleNamespace(n_gpu=0, world_size=1), f"{ALONE} … TrainingArguments(use_cpu=True)"),
+    (check_accelerator, chosen_by(precision="bf16"), "nothing"),
+    *(
+        (check_accelerator, chosen_by(plugin), f"ZeroTrainer does not take Accelerator's {plugin}")
+        for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
+    ),
+    (check_accelerator, chosen_by(precision="fp8"), "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8"),
+    (check_choices, [choices(), choices()], "nothing"),
+    (check_choices, [choices(), choices(seed=2, data_seed=1)], "nothing"),  # other dropout, the same samples
+    (check_choices, [choices(7, dispatch=True), choices(8, dispatch=True)], "nothing"),  # rank 0 alone reads
+    (check_choices, [choices(), choices(), choices(seed=2)], SEED),
+    (check_choices, [choices(), choices(max_steps=5)], "(max_steps=...) is None on rank 0 and 5 on rank 1"),
+    (check_choices, [choices(), choices(8)], "the length of the train_dataset is 7 on rank 0 and 8 on rank 1"),
+]
+
+
+@pytest.mark.parametrize(("check", "given", "words"), CHECKS)
+def test_processes_plugins_and_ranks_that_cannot_be_are_errors(
+    check: Callable[[Any], object], given: Any, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    check_process(SimpleNamespace(n_gpu=1, world_size=2))
-    said = error_of(check_process, SimpleNamespace(n_gpu=4, world_size=1))
-    assert_in_order("4 GPUs in one process … torchrun --nproc-per-node 4 SCRIPT", said)
-    said = error_of(check_process, SimpleNamespace(n_gpu=0, world_size=1))
-    alone = "2 processes were started, but TrainingArguments has found 1: each would train alone"
-    assert_in_order(f"{alone} … TrainingArguments(use_cpu=True)", said)
-    check_accelerator(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=None), mixed_precision="bf16"))
-    for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
-        chosen = SimpleNamespace(state=SimpleNamespace(**{plugin: object()}), mixed_precision="no")
-        assert f"ZeroTrainer does not take Accelerator's {plugin}" in error_of(check_accelerator, chosen)
-    said = error_of(check_accelerator, SimpleNamespace(state=SimpleNamespace(), mixed_precision="fp8"))
-    assert "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8" in said
-
-
-def test_ranks_with_other_arguments_or_datasets_of_other_lengths_are_an_error() -> None:
-    def choices(length: int = 7, dispatch: bool | None = None, **changes: Any) -> Any:
-        config = SimpleNamespace(dispatch_batches=dispatch)
-        args = SimpleNamespace(**{"seed": 1, "data_seed": None, "accelerator_config": config, **changes})
-        return choices_of(args, range(length), "train_dataset")
-
-    check_choices([choices(), choices()])
-    check_choices([choices(), choices(seed=2, data_seed=1)])  # other draws of dropout, the same samples
-    check_choices([choices(7, dispatch=True), choices(8, dispatch=True)])  # rank 0 alone reads
-    assert error_of(check_choices, [choices(), choices(), choices(seed=2)]) == (
-        "ValueError: ZeroTrainer: TrainingArguments(data_seed=...), by default its seed, is 1 on rank 0 and 2 on rank "
-        "2: give all ranks the same arguments and the same whole dataset, of which Trainer deals each rank its part"
-    )
-    said = error_of(check_choices, [choices(), choices(max_steps=5)])
-    assert "TrainingArguments(max_steps=...) is None on rank 0 and 5 on rank 1" in said
-    assert "the length of the train_dataset is 7 on rank 0 and 8 on rank 1" in error_of(
-        check_choices, [choices(), choices(8)]
-    )
-    check_ranks(SimpleNamespace(world_size=1), None, "train_dataset")
-
-
-# -- models that were set up -------------------------------------------------------------------------------------------
+    assert_in_order(words, error_of(check, given))
 
 
 def unowned(name: str) -> str:
@@ -521,22 +517,6 @@ def test_one_optimizer_of_two_models_takes_no_precision_by_names() -> None:
         conversions.close()
 
 
-# -- loaders of accelerate ---------------------------------------------------------------------------------------------
-
-
-def test_a_prepared_model_needs_a_prepared_optimizer_unless_it_is_for_evaluation(
-    accelerator_class: Any,
-) -> None:
-    accelerator = accelerator_class(cpu=True)
-    backward(accelerator.prepare_model(network(), evaluation_mode=True))
-    model = accelerator.prepare(network())
-    for call in (accelerator.backward, torch.Tensor.backward):
-        with pytest.raises(
-            RuntimeError, match=r"'2.bias' of the Sequential.*: prepare the optimizer that has it, as in"
-        ):
-            call(model(torch.ones(2, 3)).sum())
-
-
 def test_a_loader_of_a_sampler_that_has_dealt_stays_as_it_is(accelerator_class: Any) -> None:
     from accelerate import skip_first_batches
 
@@ -560,26 +540,3 @@ def test_a_loader_of_a_sampler_that_has_dealt_stays_as_it_is(accelerator_class: 
     assert dealt(skip_first_batches(prepared, 1)) == dealt(plain)[1:]
     whole = [sample for (batch,) in prepared for sample in accelerator.gather_for_metrics(batch).tolist()]
     assert len(whole) == 8  # none of the last is taken for a repeated one
-
-
-def by_rank(data: Any) -> Any:
-    return DistributedSampler(data, num_replicas=1, rank=0)
-
-
-@pytest.mark.parametrize(
-    ("words", "loader"),
-    [
-        ("DistributedSampler has dealt", lambda data: DataLoader(data, 2, sampler=by_rank(data))),
-        (
-            "DistributedSampler has dealt",
-            lambda data: DataLoader(data, batch_sampler=BatchSampler(by_rank(data), 2, False)),
-        ),
-        ("MicroBatchSampler has dealt", lambda data: DataLoader(data, None, sampler=MicroBatchSampler(data, 2, 0, 1))),
-        ("is expected", lambda data: DataLoader(data, batch_sampler=MicroBatchSampler(data, 2, 1, 2))),
-    ],
-)
-def test_a_loader_that_would_be_dealt_out_twice_is_refused(
-    accelerator_class: Any, words: str, loader: Callable[[Any], Any]
-) -> None:
-    with pytest.raises(ValueError, match=f"ZeroAccelerator.* {words}"):
-        accelerator_class(cpu=True).prepare(loader(TensorDataset(torch.arange(8))))

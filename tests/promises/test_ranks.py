@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import Any
 
 import pytest
@@ -89,17 +89,14 @@ def with_fewer_batches(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 Act = Callable[[Any, ZeroOptimizer], None]
 ALONE = "Did one rank alone evaluate, generate or save? All ranks call full_state_dict(), too"
+FROZEN = "step(): '2.bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every"
+SPARSE = "'weight' is torch.sparse_coo: sparse gradients are not supported … sparse=False"
 APART: list[tuple[Act, tuple[int, ...], bool, str]] = [  # stages, and whether the optimizer has failed then
-    (
-        frozen,
-        (2,),
-        False,
-        "step(): '2.bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every",
-    ),
+    (frozen, (2,), False, FROZEN),
     (frozen_before_a_backward, (2, 0, 1), True, "backward 1 since"),
     (edited, (2,), False, "'2.bias' differs between rank 0 and rank 1"),
     (not_finite, (3, 0, 1, 2), False, "non-finite"),
-    (sparse, (2, 0, 1, 3), False, "'weight' is torch.sparse_coo: sparse gradients are not supported … sparse=False"),
+    (sparse, (2, 0, 1, 3), False, SPARSE),
     (in_another_dtype, (3, 0, 1, 2), False, "RuntimeError: rank … the gradient of '2.bias': … grad_dtype"),
     (saved_alone, (3, 0, 1, 2), True, f"rank 0 is in full_state_dict(to=0, masters=False) … {ALONE}"),
     (with_an_error_in_a_step, (2, 0, 1, 3), True, "TypeError: this rate cannot be used"),
@@ -155,30 +152,21 @@ def test_ranks_that_train_differently_learn_where_and_a_close_after_it_is_quiet(
         assert all("rank 1 is in backward 1 (frozen: '2.bias') since" in said for said, _ in found), found
 
 
-# -- close() and errors ------------------------------------------------------------------------------------------------
-
-
-def in_finally(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    try:
-        raise KeyError("the user's own")
-    finally:
-        optimizer.close()
-
-
-def inside_join(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    with optimizer.join():
-        in_finally(model, optimizer)
+def in_finally(optimizer: ZeroOptimizer, join: bool = False) -> None:
+    with optimizer.join() if join else nullcontext():
+        try:
+            raise KeyError("the user's own")
+        finally:
+            optimizer.close()
 
 
 @pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_a_close_that_fails_never_hides_the_error_before_it(stage: int) -> None:
-    """Rank 0 fails and closes while rank 1 continues: neither succeeds, and each gets the reason."""
-
     def program(model: Any, optimizer: ZeroOptimizer) -> str:
         train(model, optimizer)
         if optimizer.rank == 1:
             return error_of(optimizer.step)
-        message = error_of(in_finally, model, optimizer)
+        message = error_of(in_finally, optimizer)
         assert "this optimizer is closed" in error_of(optimizer.step)
         return message
 
@@ -197,7 +185,7 @@ def test_where_all_ranks_fail_alike_close_hides_no_error_and_the_model_is_whole(
 
     def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, nn.Module]:
         train(model, optimizer)
-        message = error_of(inside_join if join else in_finally, model, optimizer)
+        message = error_of(in_finally, optimizer, join)
         if join:
             train(model, optimizer)
         optimizer.close()
@@ -261,8 +249,6 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 @pytest.mark.law("group ranks")
 @pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
 def test_groups_of_one_world_train_apart(stage: int) -> None:
-    """{1, 3} and {0, 2} of four, at the same time, with data, sums and norms of their own."""
-
     def program(transport: Transport) -> tuple[nn.Module, Tensor]:
         odd = transport.rank % 2
         group = transport.split([1, 3] if odd else [0, 2])
@@ -281,6 +267,24 @@ def test_groups_of_one_world_train_apart(stage: int) -> None:
         for batch in batches:
             (unclipped(*batch) / 2).backward()  # dividing by a power of two changes no bits of the sum
         assert_same_bits(norm, clip_grad_norm_(unclipped.parameters(), 50.0))
+
+
+@pytest.mark.parametrize("stage", rows([1], [0, 2, 3]))
+def test_calls_in_a_hook_that_goes_on_change_nothing_of_the_backward(stage: int) -> None:
+    def program(model: Any, optimizer: Any) -> Any:
+        said = list[str]()
+        calls = (optimizer.step, optimizer.zero_grad)
+        with model[0].weight.register_post_accumulate_grad_hook(lambda _: said.extend(map(error_of, calls))):
+            backward(model)  # when the first layer is reached, other parameters have gradients
+        optimizer.step()
+        optimizer.close()
+        return said, model
+
+    for (of_step, of_zero_grad), model in on_ranks(program, stage):
+        assert "step() inside a backward" in of_step
+        assert "stages 2 and 3 shard gradients while the backward runs" in of_step
+        assert "zero_grad() inside a backward" in of_zero_grad
+        assert_same_model(model, plain())
 
 
 def test_several_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,35 +27,38 @@ from zero import Offload, ZeroOptimizer
 from zero.runtime.flat_states import BucketStates
 from zero.runtime.offload import HostOffload, OffloadedStates
 
+from ..dials import loops
+from ..dials.record import config_with
 from ..support.errors import error_of
+from ..support.machine.program import Backward, Clip, Divide
+from ..support.machine.ranks import STATES
+from ..support.machine.run import run
 from ..support.models import build, odd_batches, odd_loss
-from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
 from ..support.plain import assert_same_states
-from ..support.programs import Program, Round, Step, check
 from ..support.rows import only, rows
 from ..support.sides import OnRank, Side, same_as_plain
 
 CPU = torch.device("cpu")
 SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
-OFF, ON = Round(sync=False), Round()
-STEPS = (
-    Step((OFF, OFF, ON), ((0.3, 1.0), (0.2, 3.0))),
-    Step((OFF, OFF), clear="zeros", step=False),
-    Step((ON, OFF), ((0.1, 2.0),), divisor=7.5, clear="module zeros"),
-    Step((ON, OFF, ON, OFF), clear="module"),
-    Step(),
-)
-HOST, DISK = Offload("cpu"), Offload("/tmp")
-PROGRAMS = {
-    "1 on disk": Program(2, 1, "adamw", offload=DISK, steps=STEPS),
-    "1": Program(2, 1, "adagrad", offload=HOST),
-    "2 fused": Program(2, 2, "adamw fused", offload=HOST),
-    "3 in bf16": Program(1, 3, precision=PRECISIONS["bf16"], offload=HOST),
-    "0, memory is cheap": Program(1, 0, bucket_cap_mb=SMALL, steps=STEPS),
-    "2, memory is cheap": Program(2, 2, bucket_cap_mb=SMALL, steps=STEPS),
-    "0 in bf16, memory is cheap": Program(1, 0, bucket_cap_mb=SMALL, precision=PRECISIONS["bf16"], steps=STEPS),
-    "3 in bf16, memory is cheap": Program(2, 3, bucket_cap_mb=SMALL, precision=PRECISIONS["bf16"], steps=STEPS),
+OFF = Backward(9, sync=False)
+LOOP = [*(OFF, *loops.step(1, Clip(0.3, 1.0))), *(OFF, *loops.step(2, clear="zeros", last=False)), Divide(7.5)]
+LOOP += [
+    *loops.step(3, OFF, clear="module zeros"),
+    *loops.step(4, OFF, Backward(5), OFF, clear="module"),
+    *loops.step(6),
+]
+HOST, DISK = STATES["states on the host"], Offload("/tmp")
+ON_HOST = {"offload": "states on the host"}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "1 on disk": {"stage": 1, "world_size": 2, "offload": True},
+    "1": {"stage": 1, "world_size": 2, "optimizer": "adagrad", **ON_HOST},
+    "2 fused": {"stage": 2, "world_size": 2, "optimizer": "adamw fused", **ON_HOST},
+    "3 in bf16": {"stage": 3, "precision": "bf16", **ON_HOST},
+    "0, memory is cheap": {"stage": 0},
+    "2, memory is cheap": {"stage": 2, "world_size": 2},
+    "0 in bf16, memory is cheap": {"stage": 0, "precision": "bf16"},
+    "3 in bf16, memory is cheap": {"stage": 3, "world_size": 2, "precision": "bf16"},
 }
 
 
@@ -75,7 +78,7 @@ def memory_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", only(PROGRAMS, "1 on disk", "3 in bf16", "0 in bf16, memory is cheap"))
 def test_what_leaves_a_devices_memory_changes_no_bit(name: str, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("memory_is_cheap" if "cheap" in name else "elsewhere")
-    check(PROGRAMS[name])
+    run(config_with(PROGRAMS[name]), *LOOP)
 
 
 class Replacing(torch.optim.SGD):

@@ -34,10 +34,14 @@ from zero.step import partition, update
 from zero.step.classes import UserOptimizers
 from zero.step.update import Update
 
+from ..dials.loops import step
+from ..dials.record import config_with
 from ..support.carried import CPU
 from ..support.late import folded_by_groups
+from ..support.machine.program import Backward
+from ..support.machine.run import Played, play
+from ..support.machine.run import run as run_program
 from ..support.narrowed import PRECISIONS
-from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
 from .stream_checker import Stream, StreamChecker, here, off, on_streams, pretend
 
@@ -155,22 +159,23 @@ def check(world_size: int, stage: int, program: Callable[[Training], None], **op
 
 
 Call = Callable[[Training, Path], None]
-STEPS = (Step((Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
+STEPS = [*step(1, Backward(2)), Backward(3, sync=False), *step(4, clear="zeros"), *step(5)]
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
 
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("stage", only(range(4), 0, 3))
 def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> None:
-    program = Program(2, stage, "adamw fused", collective="all_to_all", steps=STEPS)
+    changes = {"stage": stage, "world_size": 2, "optimizer": "adamw fused", "collective": "all_to_all"}
+    config = config_with(changes)
 
     def rank(transport: Transport) -> Any:
         with StreamChecker() as device:
-            result = run_rank(program, transport)
+            result = play(config, STEPS, transport)
         assert "aside" in map(repr, device.streams)
         return result
 
-    compare(program, on_streams(2, rank))
+    run_program(config, *STEPS, backend=Played(on_streams(2, rank)))
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])

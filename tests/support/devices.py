@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
+from .machine.backends import Processes
+from .machine.program import Command
+from .machine.ranks import Rank
 from .pool import GlooPool
-from .programs import Program, run_rank
 
 GPU = "cuda:0"
 HAS_GPU = torch.cuda.is_available()
@@ -55,9 +57,23 @@ class Ranks:
         return self.pool.run(program, *arguments, ranks=range(world_size), limit=100)
 
 
-def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
-    with deterministic():
-        return run_rank(program, group)
+class RankOnDevice(Rank):
+    """A rank whose algorithms are deterministic, and whose results are on the CPU."""
+
+    def __init__(self, *given: Any) -> None:
+        with deterministic():
+            super().__init__(*given)
+
+    def do(self, command: Command) -> Any:
+        with deterministic():
+            return tree_map_only(torch.Tensor, torch.Tensor.cpu, super().do(command))
+
+    def close(self) -> list[torch.Tensor]:
+        return [value.cpu() for value in super().close()]
+
+
+class OnDevice(Processes):
+    rank: ClassVar[type[Rank]] = RankOnDevice
 
 
 def on(device: str, batches: Sequence[Any]) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .machine.classes import PlainClasses
 from .models import seeded as seeded
 from .plain import PlainRanks
 
@@ -191,18 +192,6 @@ def constant(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
 
 
-class Several(torch.optim.Optimizer):
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        self.all = optimizers
-        super().__init__(
-            [p for each in optimizers for group in each.param_groups for p in group["params"]], {"lr": 0.0}
-        )
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for optimizer in self.all:
-            optimizer.step()
-
-
 def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     """Return an optimizer that forgets the states of its first two parameters before its third step."""
     optimizer, taken = adamw(parameters), itertools.count()
@@ -231,19 +220,25 @@ def mask_eight_rows(loop: PlainRanks) -> None:
         parameter.grad[:8] = 0.0
 
 
+def classes_of(matrices: Sequence[Tensor], rest: Sequence[Tensor], cls: type[PlainClasses] = PlainClasses) -> Any:
+    """Return an optimizer that steps matrices by Muon and the rest by AdamW."""
+    muon, others = ([(str(number), p) for number, p in enumerate(some)] for some in (matrices, rest))
+    groups = [{"params": muon, "optimizer_class": torch.optim.Muon, "lr": 2e-2}, {"params": others}]
+    return cls(torch.optim.AdamW, {"lr": 1e-2}, groups)
+
+
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-2)
-    return Several(muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2))
+    return classes_of([p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2])  # type: ignore[no-any-return]
 
 
-class InBlocks(Several):
-    """Steps the blocks of parameters, of which the first optimizer has views."""
+class InBlocks(PlainClasses):
+    """Steps the blocks of parameters, of which the first class has views."""
 
     cut: Sequence[Tensor] = ()  # these parameters
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         gradients = [gradient for p in self.cut if p.grad is not None for gradient in blocks_in(p.grad)]
-        for block, gradient in zip(self.all[0].param_groups[0]["params"], gradients, strict=True):
+        for block, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
             block.grad = gradient
         super().step()
 
@@ -260,10 +255,10 @@ def blocks_in(tensor: Tensor) -> Sequence[Tensor]:
 
 def muon_in_blocks(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     cut = [p for p in params if p.dim() == 3 or tuple(p.shape) == (16, 16)]
-    muon = torch.optim.Muon([block.requires_grad_() for p in cut for block in blocks_in(p.detach())], lr=2e-2)
-    found = InBlocks(muon, torch.optim.AdamW([p for p in params if all(p is not q for q in cut)], lr=1e-2))
+    blocks = [block.requires_grad_() for p in cut for block in blocks_in(p.detach())]
+    found = classes_of(blocks, [p for p in params if all(p is not q for q in cut)], InBlocks)
     found.cut = cut
-    return found
+    return found  # type: ignore[no-any-return]
 
 
 def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
@@ -284,7 +279,6 @@ class PlainLoop:
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
     max_norm: float = 1.0
     before_clip: Callable[[PlainRanks], None] = lambda _: None
-    after_step: Callable[[nn.Module], None] = lambda _: None
     optimizer: torch.optim.Optimizer | None = None  # an existing optimizer of the model; a new AdamW by default
 
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
@@ -306,7 +300,6 @@ class PlainLoop:
             loop.step(scaler)
             scaler.update()
             scheduler.step()
-            self.after_step(model)
             loop.clear()
         handle.remove()
         return loop.optimizer

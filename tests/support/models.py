@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +72,11 @@ def odd_batches(count: int, seed: int = 0, extra: bool = True) -> list[tuple[Ten
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float32) -> Odd:
     return seeded(seed, lambda: Odd(dtype))
+
+
+def take_steps(model: Any, optimizer: Any, batches: Iterable[Any], loss_of: Callable[..., Any] = odd_loss) -> None:
+    """Take a step for each micro-batch."""
+    for batch in batches:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from collectives import Transport
 from zero import ZeroOptimizer
 
-from .models import odd_batches, odd_loss
-from .programs import locked_build
+from .models import build, odd_batches, odd_loss
 from .small import TwoVectors
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
@@ -20,7 +19,7 @@ ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) -> tuple[nn.Module, ZeroOptimizer]:
     """Train ``steps`` whole steps on one rank, and then run the backward of the next."""
-    model = locked_build(0)
+    model = build(0)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.0005, lr=1e-2, **arguments)
     for step in range(steps + 1):
         odd_loss(model, odd_batches(transport.world_size, step)[transport.rank]).backward()

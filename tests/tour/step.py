@@ -84,7 +84,6 @@ class Seen:
 
 
 def numbers(*tensors: Tensor) -> str:
-    """Return the elements with at most four digits each."""
     return " ".join(f"{value:.4g}" for tensor in tensors for value in tensor.flatten().tolist())
 
 
@@ -143,7 +142,6 @@ def held(bucket: Any) -> list[str]:
 
 
 def both(stage: int) -> list[Seen]:
-    """Return what both ranks had."""
     return on_threads(2, lambda transport: seen(transport, stage))
 
 

@@ -49,9 +49,6 @@ def train(cls: type[torch.optim.Optimizer], stage: int, algorithm: str | Algorit
     same_as_plain(loop, build, cls, 3, settings=settings, **arguments)
 
 
-# -- exercise 1 --------------------------------------------------------------------------------------------------------
-
-
 @STAGES
 def test_an_elementwise_optimizer_class_needs_nothing(stage: int) -> None:
     train(Lion, stage, lr=0.01, weight_decay=0.1)
@@ -70,9 +67,6 @@ def test_the_trial_of_an_optimizer_class_finds_what_its_step_looks_at(every_tria
         ZeroOptimizer(build(), Normalized, partition="element")
     with pytest.raises(ValueError, match="GloballyNormalized cannot be sharded: stepping a parameter"):
         ZeroOptimizer(build(), GloballyNormalized)
-
-
-# -- exercise 2 --------------------------------------------------------------------------------------------------------
 
 
 def check_sums(algorithm: Algorithm, world_size: int) -> None:

@@ -17,13 +17,16 @@ import torch.distributed as dist
 
 from collectives import topology
 
+from ...dials.loops import step
+from ...dials.record import config_with
 from ...kills import Case as Death
 from ...kills import End
 from ...kills import run as run_death
 from ...ledger import DIVERGENCES, LATE, Case, run, run_late
-from ...support.plain import assert_same_states
+from ...support.machine.program import Backward, Config
+from ...support.machine.run import Played, play
+from ...support.machine.run import run as run_program
 from ...support.pool import GlooPool
-from ...support.programs import Program, Round, Step, compare, run_rank
 from ...support.sockets import on_hosts
 
 CASE = Case("", 3, 3, 1, 2, 1, rounds=2, processes=True)
@@ -115,17 +118,17 @@ def test_every_other_rank_names_the_rank_that_is_gone_and_the_collective(case: D
     run_death(case)
 
 
-STEPS = (Step((Round(), Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
+LOOP = [*step(1, Backward(2), Backward(3)), Backward(4, sync=False), *step(5)]
 WAYS = [(collective, stage, hosts) for collective, stage in (("fold", 1), ("auto", 0), ("auto", 2), ("auto", 3))
         for hosts in ([0, 0, 1, 1], [0, 0, 0, 0])]  # fmt: skip
 
 
-def on_pretended_hosts(group: dist.ProcessGroup, rank: int, program: Program, hosts: list[int]) -> Any:
+def on_pretended_hosts(group: dist.ProcessGroup, rank: int, config: Config, hosts: list[int]) -> Any:
     """Run the program on a rank. "auto" takes gloo's own collectives for NCCL's."""
     with pytest.MonkeyPatch.context() as patch:
         on_hosts(patch, hosts)
-        patch.setattr(topology, "_all_have_nccl", lambda *_: program.collective == "auto")
-        return run_rank(program, group)
+        patch.setattr(topology, "_all_have_nccl", lambda *_: config.setting.collective == "auto")
+        return play(config, LOOP, group)
 
 
 @pytest.mark.parametrize(("collective", "stage", "hosts"), WAYS, ids=str)
@@ -133,6 +136,5 @@ def test_programs_on_hosts_of_two_give_the_bits_of_the_plain_loop(
     gloo: GlooPool, collective: str, stage: int, hosts: list[int]
 ) -> None:
     """And so does a fold that was asked for on one host."""
-    program = Program(4, stage, collective=collective, steps=STEPS)
-    results = gloo.run(on_pretended_hosts, program, hosts, ranks=range(4))
-    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
+    config = config_with({"stage": stage, "world_size": 4, "collective": collective})
+    run_program(config, *LOOP, backend=Played(gloo.run(on_pretended_hosts, config, hosts, ranks=range(4))))

@@ -17,63 +17,48 @@ import torch
 from torch import nn
 
 import zero
-from tests.resumes import (
-    BEGUN,
-    LIMIT,
-    ROOT,
-    STOPPED,
-    Cadence,
-    TrainedRun,
-    check_outcome,
-    command_line,
-    processes,
-    send,
-    torchrun_job,
-    training,
-    undisturbed,
-    verified,
-)
+from tests import resumes
 from tests.support.plain import assert_same_value, plain_step
 
-CADENCE = Cadence()
-pytestmark = pytest.mark.timeout(LIMIT)
+CADENCE = resumes.Cadence()
+pytestmark = pytest.mark.timeout(resumes.LIMIT)
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
-    return undisturbed(CADENCE, tmp_path_factory.mktemp("undisturbed"))
+def expected(tmp_path_factory: pytest.TempPathFactory) -> resumes.TrainedRun:
+    return resumes.undisturbed(CADENCE, tmp_path_factory.mktemp("undisturbed"))
 
 
 def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
-    tmp_path: Path, expected: TrainedRun
+    tmp_path: Path, expected: resumes.TrainedRun
 ) -> None:
     """An agent gets SIGTERM, which loses no step; an agent is killed, and another one with its worker; four come."""
-    with torchrun_job(tmp_path, training(tmp_path, 3, CADENCE)) as job:
+    with resumes.torchrun_job(tmp_path, resumes.training(tmp_path, 3, CADENCE)) as job:
         job.add(4)
         assert job.until(lambda: job.saved() >= 10), job.log()
         job.staying[0].leave()
-        assert job.until(lambda: BEGUN.search(job.log())), job.log()
-        stopped, begun = STOPPED.search(job.log()), BEGUN.search(job.log())
+        assert job.until(lambda: resumes.BEGUN.search(job.log())), job.log()
+        stopped, begun = resumes.STOPPED.search(job.log()), resumes.BEGUN.search(job.log())
         assert stopped is not None, job.log()
         assert begun is not None
         assert ("3", stopped[2]) == (begun[1], begun[2])
         first, second, _ = job.staying
-        send([first.pid, second.pid, *second.workers()], signal.SIGKILL)
+        resumes.send([first.pid, second.pid, *second.workers()], signal.SIGKILL)
         assert job.until(lambda: re.search(r"on 1 cpu rank\(s\): step [1-9]", job.log())), job.log()
         (last,) = job.staying
-        send(last.workers(), signal.SIGSTOP)  # it would finish while four interpreters start
+        resumes.send(last.workers(), signal.SIGSTOP)  # it would finish while four interpreters start
         there = len(job.folders())
         job.add(4)
         assert job.until(lambda: len(job.folders()) >= there + 4), job.log()
-        send(last.workers(), signal.SIGCONT)
+        resumes.send(last.workers(), signal.SIGCONT)
         assert job.until(lambda: "on 5 cpu rank(s)" in job.log()), job.log()
         job.wait()
         assert not job.processes()
         assert [agent.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
-    check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
+    resumes.check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
 
 
-PAGE = (ROOT / "zero" / "ELASTIC.md").read_text()
+PAGE = (resumes.ROOT / "zero" / "ELASTIC.md").read_text()
 
 
 @dataclass
@@ -117,11 +102,11 @@ class PageScript:
 def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
     killed = number == signal.SIGKILL
     script = PageScript(tmp_path, every=10 if killed else 1000)
-    with torchrun_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
+    with resumes.torchrun_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
         job.add(3)
         assert job.until(lambda: list((tmp_path / "saved").glob("step-*" if killed else ".lock"))), job.log()
         time.sleep(1.0)  # any moment of the run will do
-        send(job.staying[1].workers(), number)
+        resumes.send(job.staying[1].workers(), number)
         job.wait()
         assert [agent.returncode for agent in job.agents] == [0] * 3, job.log()
     saved = script.saved()
@@ -131,7 +116,6 @@ def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: sig
 
 
 def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_queued_again(tmp_path: Path) -> None:
-    """The signal comes to torchrun, with the flags of the page."""
     flags = re.findall(r"--s\w+-\w+(?:-\w+)?=\S+", PAGE)
     assert [flag.partition("=")[0] for flag in flags] == ["--signals-to-handle", "--shutdown-timeout"]
     (stop,) = re.findall(r"`(zero\.StopOnSignal\(optimizer, \[.*?\]\))`", PAGE)
@@ -139,47 +123,23 @@ def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_
 
     def queued(ranks: int) -> subprocess.Popen[str]:
         command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *flags, "script.py"]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(resumes.ROOT)}
         return subprocess.Popen(
             [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
         )
 
     with queued(2) as job:
-        end = time.monotonic() + LIMIT
+        end = time.monotonic() + resumes.LIMIT
         while not (tmp_path / "saved" / ".lock").exists() and time.monotonic() < end:
             time.sleep(0.01)
         time.sleep(0.5)  # any moment of the run will do
         job.send_signal(signal.SIGUSR1)
-        _, said = job.communicate(timeout=LIMIT)
+        _, said = job.communicate(timeout=resumes.LIMIT)
     assert job.returncode != 0, said
     (stopped,) = script.saved()
     assert 0 < stopped < 200, said
     with queued(3) as job:
-        _, said = job.communicate(timeout=LIMIT)
+        _, said = job.communicate(timeout=resumes.LIMIT)
     assert job.returncode == 0, said
     assert script.saved() == [stopped, 200]
     script.check()
-
-
-def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_same_bits(
-    tmp_path: Path, expected: TrainedRun
-) -> None:
-    command = [sys.executable, "-m", "zero.commands.cli", "train"]
-    with subprocess.Popen(
-        [*command, "--ranks=2", *CADENCE.flags(tmp_path, stage=3)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    ) as run:
-        end = time.monotonic() + LIMIT
-        while not verified(tmp_path) and time.monotonic() < end:
-            time.sleep(0.01)
-        ranks = [pid for pid in processes(run.pid) if "zero.commands.train.command" in command_line(pid)]
-        send(ranks[1:], signal.SIGKILL)
-        _, said = run.communicate(timeout=LIMIT)
-    assert run.returncode == 1, said
-    assert "rank 1: the process was ended by SIGKILL" in said
-    assert verified(tmp_path).items() <= expected.contents.items()
-    alone = subprocess.run(
-        [*command, "--ranks=1", *CADENCE.flags(tmp_path, stage=1)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert alone.returncode == 0, alone.stderr
-    assert re.search(r"on 1 cpu rank\(s\): step [1-9]", alone.stdout)
-    check_outcome(tmp_path, expected, "two ranks, then one")

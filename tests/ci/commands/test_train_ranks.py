@@ -10,24 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.commands.conftest import (
-    LIMIT,
-    ROOT,
-    RunOutput,
-    Train,
-    command,
-    equal_part,
-    flags,
-    plain_sha256,
-    run_json,
-    trained_by_command,
-)
+from tests.commands import conftest as tiny
 from zero.checkpoint.folder.directory import steps_in
 from zero.commands import cli
 
-pytestmark = [pytest.mark.usefixtures("bare"), pytest.mark.timeout(3 * LIMIT)]
+pytestmark = [pytest.mark.usefixtures("bare"), pytest.mark.timeout(3 * tiny.LIMIT)]
 
 
 def check_bytes(record: dict[str, Any]) -> None:
@@ -40,50 +28,28 @@ def check_bytes(record: dict[str, Any]) -> None:
 
 
 def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
-    text: Path, tmp_path: Path, one_rank: RunOutput, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, one_rank: tiny.RunOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`zero train`, torchrun, and the function that `python -m zero.train` calls."""
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(tiny.ROOT))
     outs = [tmp_path / str(stage) for stage in range(3)]
-    trained_by_command(text, outs[0], "--ranks=2", "--stage=0")
+    tiny.trained_by_command(text, outs[0], "--ranks=2", "--stage=0")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # prints a line on OMP_NUM_THREADS
-    ended = command(*torchrun, "-m", "zero.train", *flags(text, outs[1], "--stage=1"))
+    ended = tiny.command(*torchrun, "-m", "zero.train", *tiny.flags(text, outs[1], "--stage=1"))
     assert ended.returncode == 0, ended.stderr
-    assert cli.main(flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05"), "train") == 0
-    for stage, record in enumerate(map(run_json, outs)):
+    assert cli.main(tiny.flags(text, outs[2], "--stage=2", "--bucket-cap-mb=0.05"), "train") == 0
+    for stage, record in enumerate(map(tiny.run_json, outs)):
         assert (record["world_size"], record["stage"]) == (2, stage)
-        assert equal_part(record) == equal_part(one_rank.record)
+        assert tiny.equal_part(record) == tiny.equal_part(one_rank.record)
         check_bytes(record)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "more", "plain"),
-    [
-        (5, ("--stage=2", "--precision=fp16", "--clip=0.5"), {"precision": torch.float16, "clip": 0.5}),
-        (3, ("--stage=3", "--reshard-after-forward=false", "--precision=bf16"), {"precision": torch.bfloat16}),
-        (2, ("--stage=3", "--collective=pairwise"), {}),
-    ],
-    ids=lambda value: "".join(value) if isinstance(value, tuple) else str(value),
-)
-def test_ranks_have_the_hash_of_the_plain_loop_and_the_losses_of_one_rank(
-    text: Path, tmp_path: Path, trained: Train, ranks: int, more: tuple[str, ...], plain: dict[str, Any]
-) -> None:
-    """Four micro-batches on two ranks, on three, and on five, where one has none at all."""
-    record = trained_by_command(text, tmp_path / "ranks", f"--ranks={ranks}", "--bucket-cap-mb=0.05", *more)
-    assert record["params_sha256"] == plain_sha256(text, **plain)
-    check_bytes(record)
-    alone = [flag for flag in more if flag.startswith(("--precision", "--clip"))]
-    assert record["losses"] == trained(*alone)["losses"]
-
-
 def test_ranks_that_are_asked_to_end_save_the_same_step(text: Path, tmp_path: Path) -> None:
-    """The parent of the ranks gets SIGTERM, and passes it on."""
     saves, begin = (f"--checkpoint={tmp_path / 'saved'}", "--steps=100000"), ("-m", "zero.commands.cli", "train")
     started = subprocess.Popen(
-        [sys.executable, *begin, *flags(text, tmp_path, "--ranks=2", "--stage=3", *saves)],
+        [sys.executable, *begin, *tiny.flags(text, tmp_path, "--ranks=2", "--stage=3", *saves)],
         stdout=subprocess.PIPE,
         text=True,
-        cwd=ROOT,
+        cwd=tiny.ROOT,
     )
     assert started.stdout is not None
     for line in started.stdout:
@@ -91,6 +57,6 @@ def test_ranks_that_are_asked_to_end_save_the_same_step(text: Path, tmp_path: Pa
             started.terminate()
         if line.startswith("stopped: "):
             break
-    assert started.wait(LIMIT) == 128 + signal.SIGTERM
+    assert started.wait(tiny.LIMIT) == 128 + signal.SIGTERM
     (step,) = re.findall(r"^stopped: rank \d got SIGTERM: all ranks have saved step (\d+) and end$", line)
     assert max(steps_in(tmp_path / "saved")) == int(step)

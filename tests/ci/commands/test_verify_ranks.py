@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.usefixtures("temporary"), pytest.mark.timeout(LIMIT)]
 
 
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
-    """The model has tied, frozen, unused, scalar, empty and strided parameters. One of two ranks has another loss."""
     found = verify(
         verified.build_odd,
         verified.batches,

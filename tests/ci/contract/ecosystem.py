@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from ...support.loops import LossOf, PlainLoop, seeded
+from ...support.models import take_steps
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
 
@@ -24,7 +25,6 @@ State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> State:
-    """Return a copy of a model's state, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
@@ -59,11 +59,8 @@ def language_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train_on_tokens(names: dict[str, Any]) -> None:
-    """Take two steps with the model and the optimizer of a block."""
-    for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
-        language_loss(names["model"], batch).backward()
-        names["optimizer"].step()
-        names["optimizer"].zero_grad()
+    batches = tokens(4)[names["rank"] :: WORLD_SIZE]
+    take_steps(names["model"], names["optimizer"], batches, language_loss)
 
 
 def variables(started: dict[str, Any], stage: int, **more: Any) -> dict[str, Any]:
@@ -78,8 +75,6 @@ def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
     dist.all_gather_object(by_rank, calls)
     return [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
 
-
-# -- Trainer -----------------------------------------------------------------------------------------------------------
 
 DATASET = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
 

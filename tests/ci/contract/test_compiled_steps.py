@@ -120,11 +120,7 @@ def test_what_is_compiled_has_the_eager_bits_and_is_compiled_once(
     assert_same_model(model, plain)
 
 
-# -- calls -------------------------------------------------------------------------------------------------------------
-
-
 def test_no_public_call_is_traced() -> None:
-    """So each is a graph break, and runs as it does outside of what is compiled."""
     for cls in (ZeroOptimizer, ShardedAverage, CheckpointManager, StopOnSignal):
         for name, member in vars(cls).items():
             for function in (member.fget, member.fset) if isinstance(member, property) else (member,):

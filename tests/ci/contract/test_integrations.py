@@ -19,36 +19,27 @@ from torch.utils.data import DataLoader, TensorDataset
 from zero import MicroBatchSampler
 
 from ...contract.recipes import assert_same_dict
+from ...support import loops
 from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
-from ...support.loops import (
-    BLOCKS,
-    CLASSES,
-    SAMPLES,
-    PlainLoop,
-    autocast_loss,
-    constant,
-    even,
-    mean_loss,
-    network,
-    seeded,
-)
 from ...support.plain import assert_same_states
 from .ecosystem import COUNT, State, gpt2, state_of, training_arguments, variables
 from .ecosystem import DATASET as DATASET_OF_WORDS
 
 pytestmark = [pytest.mark.timeout(500)]
 
-LIMIT = 240  # seconds of two ranks on a busy machine
+LIMIT = 400  # seconds of two ranks on a busy machine
 LOOP = "for inputs, targets in loader:"
-INPUTS, TARGETS = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
+INPUTS, TARGETS = (torch.cat(parts) for parts in zip(*loops.even(COUNT), strict=True))
 DATASET = TensorDataset(INPUTS, TARGETS)
 STAGES = (2, 3)
 LIGHTNING = ("lightning", "lightning, by hand")
+PACKAGES = {**dict.fromkeys(LIGHTNING, "pytorch_lightning"), "fabric": "lightning_fabric", "accelerate": "accelerate"}
+HERE = [library for library, package in PACKAGES.items() if importlib.util.find_spec(package)]
 
 
 def sampler_of(rank: int, world: int) -> MicroBatchSampler:
-    return MicroBatchSampler(DATASET, SAMPLES, rank, world, drop_last=True)
+    return MicroBatchSampler(DATASET, loops.SAMPLES, rank, world, drop_last=True)
 
 
 def epochs_of(*epochs: int) -> list[tuple[Tensor, Tensor]]:
@@ -63,9 +54,9 @@ def epochs_of(*epochs: int) -> list[tuple[Tensor, Tensor]]:
 def names_of(started: dict[str, Any], stage: int, seed: int, **more: Any) -> dict[str, Any]:
     """Return the variables of a block, with a model from a seed and a loader of this rank's micro-batches."""
     sampler = sampler_of(started["rank"], started["world"])
-    more |= {"dataset": DATASET, "batch_size": SAMPLES, "sampler": sampler}
+    more |= {"dataset": DATASET, "batch_size": loops.SAMPLES, "sampler": sampler}
     loader = DataLoader(DATASET, batch_sampler=sampler)
-    return variables(started, stage, model=seeded(seed, network), loader=loader, **more)
+    return variables(started, stage, model=loops.seeded(seed, loops.network), loader=loader, **more)
 
 
 def halving(step: int) -> float:
@@ -84,7 +75,7 @@ def module_of(model: nn.Module, part: Any = None, *, by_hand: bool = False) -> A
             self.model = model
 
         def training_step(self, batch: Any, number: int) -> Tensor:
-            loss = mean_loss(self.model, batch)
+            loss = loops.mean_loss(self.model, batch)
             if by_hand:
                 optimizer: Any = self.optimizers()
                 scheduler: Any = self.lr_schedulers()
@@ -97,7 +88,7 @@ def module_of(model: nn.Module, part: Any = None, *, by_hand: bool = False) -> A
             return loss
 
         def validation_step(self, batch: Any, _: int) -> None:
-            self.log("loss", mean_loss(self.model, batch), sync_dist=True)
+            self.log("loss", loops.mean_loss(self.model, batch), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW((part or self).parameters(), lr=1e-2)
@@ -110,7 +101,7 @@ def module_of(model: nn.Module, part: Any = None, *, by_hand: bool = False) -> A
 def fit(names: dict[str, Any], path: str, resumed: str, by_hand: bool) -> Any:
     """Fit two epochs and save, or load that and fit a third one. Return the optimizer."""
     names |= {"epochs": 3 if resumed else 2, "module": module_of(names["model"], by_hand=by_hand)}
-    built, _, fitted = BLOCKS["Lightning's Trainer"].partition("trainer.fit")
+    built, _, fitted = loops.BLOCKS["Lightning's Trainer"].partition("trainer.fit")
     for flag in ("accumulate_grad_batches=4 // world,", "gradient_clip_val=1.0,") if by_hand else ():
         built = built.replace(flag, "")
     exec(built, names)
@@ -127,7 +118,7 @@ def fit(names: dict[str, Any], path: str, resumed: str, by_hand: bool) -> Any:
 
 def loop(names: dict[str, Any], path: str, resumed: str, is_fabric: bool) -> Any:
     """Train an epoch and save, or load that and train another one. Return the optimizer."""
-    built, _, looped = (BLOCKS["Fabric"] if is_fabric else BLOCKS["accelerate"]).partition(LOOP)
+    built, _, looped = (loops.BLOCKS["Fabric"] if is_fabric else loops.BLOCKS["accelerate"]).partition(LOOP)
     exec(built, names)
     objects = {"model": names["model"], "optimizer": names["optimizer"]}
     if resumed and is_fabric:
@@ -145,23 +136,40 @@ def loop(names: dict[str, Any], path: str, resumed: str, is_fabric: bool) -> Any
     return names["optimizer"].optimizer
 
 
-def trained(started: dict[str, Any], folder: Path, library: str, resumed: str) -> list[State]:
-    """Run a block at each stage, at the other one if it goes on. Return the states."""
+def trained(started: dict[str, Any], folder: Path, resumed: str) -> dict[str, list[State]]:
+    """Run the block of each library at each stage, at the other one if it goes on. Return the states.
+
+    If it does not go on, let libraries also refuse what they cannot do, and train two models.
+    """
     os.chdir(folder)
-    states = []
-    for stage in STAGES:
-        names = names_of(started, 5 - stage if resumed else stage, 6 if resumed else 5)
-        model, path = names["model"], f"{folder}/{{}}{stage}"
-        run, how = (fit, library == LIGHTNING[1]) if library in LIGHTNING else (loop, library == "fabric")
-        optimizer = run(names, path, resumed, how)
-        optimizer.check_replicas()
-        optimizer.close()
-        states.append(state_of(model))
+    states: dict[str, list[State]] = {library: [] for library in HERE}
+    for library in HERE:
+        for stage in STAGES:
+            if resumed and library == LIGHTNING[1]:
+                continue  # with one rank a step would have other micro-batches
+            names = names_of(started, 5 - stage if resumed else stage, 6 if resumed else 5)
+            model, path = names["model"], f"{folder}/{library}-{{}}{stage}"
+            run, how = (fit, library == LIGHTNING[1]) if library in LIGHTNING else (loop, library == "fabric")
+            optimizer = run(names, path, resumed, how)
+            optimizer.check_replicas()
+            optimizer.close()
+            states[library].append(state_of(model))
+    if not resumed:
+        half_prepared(started, folder)
+        if "accelerate" in HERE:
+            two_models(started, folder)
     return states
 
 
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[State]]]]:
+    """Train on two ranks, and go on with one; return the folder and the states of either."""
+    folder = tmp_path_factory.mktemp("ranks")
+    runs = (("", 2), ("resumed-", 1))
+    return folder, [launch(f"{__name__}:trained", folder, resumed, ranks=ranks, limit=LIMIT) for resumed, ranks in runs]
+
+
 def read_saved(library: str, path: Path) -> tuple[State, dict[str, Any]]:
-    """Return the weights and the optimizer's dict that a library has saved."""
     if library == "accelerate":
         from safetensors.torch import load_file
 
@@ -176,35 +184,32 @@ def read_saved(library: str, path: Path) -> tuple[State, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("library", "module", "steps", "epochs"),
+    ("library", "steps", "epochs"),
     [
-        *((name, "pytorch_lightning", (4, 4), (epochs_of(0, 1), epochs_of(2))) for name in LIGHTNING),
-        ("fabric", "lightning_fabric", (2, 1), (epochs_of(0), epochs_of(1))),
-        ("accelerate", "accelerate", (4, 4), (even(COUNT), even(COUNT))),
+        *((name, (4, 4), (epochs_of(0, 1), epochs_of(2))) for name in LIGHTNING),
+        ("fabric", (2, 1), (epochs_of(0), epochs_of(1))),
+        ("accelerate", (4, 4), (loops.even(COUNT), loops.even(COUNT))),
     ],
 )
 def test_a_block_has_the_plain_loops_bits_saves_and_goes_on_with_another_number_of_ranks(
-    library: str, module: str, steps: tuple[int, int], epochs: tuple[Any, Any], tmp_path: Path
+    ranks: Any, library: str, steps: tuple[int, int], epochs: tuple[Any, Any]
 ) -> None:
     """``steps``: the micro-batches of a step, with two ranks and with one."""
-    pytest.importorskip(module)
-    plain = seeded(5, network)
+    pytest.importorskip(PACKAGES[library])
+    folder, states = ranks
+    plain = loops.seeded(5, loops.network)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    halves = torch.optim.lr_scheduler.LambdaLR(optimizer, halving) if library in LIGHTNING else constant(optimizer)
-    for resumed, ranks, together, batches in zip(("", "resumed-"), (2, 1), steps, epochs, strict=True):
-        if resumed and library == LIGHTNING[1]:
-            return  # with one rank a step would have other micro-batches
-        loss_of = mean_loss if library in LIGHTNING else autocast_loss
-        PlainLoop(loss_of, together=together, optimizer=optimizer, scheduler=lambda _: halves).run(plain, batches)
-        states = launch(f"{__name__}:trained", tmp_path, library, resumed, ranks=ranks, limit=LIMIT)
-        for stage, state in zip(STAGES, states, strict=True):
+    halves = (
+        torch.optim.lr_scheduler.LambdaLR(optimizer, halving) if library in LIGHTNING else loops.constant(optimizer)
+    )
+    loss_of = loops.mean_loss if library in LIGHTNING else loops.autocast_loss
+    for resumed, found, together, batches in zip(("", "resumed-"), states, steps, epochs, strict=True):
+        loops.PlainLoop(loss_of, together=together, optimizer=optimizer, scheduler=lambda _: halves).run(plain, batches)
+        for stage, state in zip(STAGES, found[library], strict=library != LIGHTNING[1]):
             assert_same_dict(state, plain.state_dict())
-            weights, saved = read_saved(library, tmp_path / f"{resumed}{stage}")
+            weights, saved = read_saved(library, folder / f"{library}-{resumed}{stage}")
             assert_same_dict({name: weights[name] for name in state}, plain.state_dict())
             assert_same_states(saved, optimizer.state_dict())
-
-
-# -- gradients of no optimizer -----------------------------------------------------------------------------------------
 
 
 def accelerate_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
@@ -212,7 +217,7 @@ def accelerate_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
 
     accelerator = ZeroAccelerator()
     model, loader = accelerator.prepare(names["model"], names["loader"])
-    accelerator.backward(mean_loss(model, next(iter(loader))))
+    accelerator.backward(loops.mean_loss(model, next(iter(loader))))
 
 
 def fabric_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
@@ -222,12 +227,12 @@ def fabric_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
 
     started = Fabric(strategy=ZeroFabricStrategy(), accelerator="cpu", devices=names["world"])
     started.launch()
-    mean_loss(started.setup_module(names["model"]), next(iter(names["loader"]))).backward()
+    loops.mean_loss(started.setup_module(names["model"]), next(iter(names["loader"]))).backward()
 
 
 def lightning_with_an_optimizer_of_a_part(names: dict[str, Any], _: Path) -> None:
     names |= {"module": module_of(names["model"], names["model"][0]), "epochs": 1}
-    exec(BLOCKS["Lightning's Trainer"], names)
+    exec(loops.BLOCKS["Lightning's Trainer"], names)
 
 
 def trainer_with_a_part_that_is_unfrozen(_: dict[str, Any], folder: Path) -> None:
@@ -239,7 +244,7 @@ def trainer_with_a_part_that_is_unfrozen(_: dict[str, Any], folder: Path) -> Non
         def on_step_end(self, *_: Any, **named: Any) -> None:
             named["model"].requires_grad_()
 
-    model = seeded(5, gpt2)
+    model = loops.seeded(5, gpt2)
     model.get_submodule("transformer.h.0").requires_grad_(False)
     given = {"args": training_arguments(folder), "train_dataset": DATASET_OF_WORDS, "callbacks": [Unfreezing()]}
     ZeroTrainer(model=model, **given).train()
@@ -254,30 +259,26 @@ HALF_PREPARED: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 def half_prepared(started: dict[str, Any], folder: Path) -> None:
-    os.chdir(folder)
+    """Assert that a gradient that no optimizer averages is an error on every rank."""
     for library, call in HALF_PREPARED.items():
         if importlib.util.find_spec(library):
             said = error_of(call, names_of(started, 2, 5), folder)
             assert_in_order("RuntimeError … a backward gave a gradient to ' … and no ZeroOptimizer has it", said)
 
 
-def test_a_gradient_that_no_optimizer_averages_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    launch(f"{__name__}:half_prepared", tmp_path, limit=LIMIT)
-
-
-# -- two models of one optimizer ---------------------------------------------------------------------------------------
-
-
 def two() -> tuple[nn.Module, nn.Module]:
-    return seeded(5, network), seeded(6, lambda: nn.Linear(CLASSES, CLASSES))
+    return loops.seeded(5, loops.network), loops.seeded(6, lambda: nn.Linear(loops.CLASSES, loops.CLASSES))
 
 
 def two_models(started: dict[str, Any], folder: Path) -> None:
     """Train two models by one optimizer, and let each rank save, as if each were alone on its host."""
+    from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils import ProjectConfiguration
 
     from zero.integrations.accelerate import ZeroAccelerator
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # of the block, which computes in bf16
+    GradientState._reset_state()
     os.environ["LOCAL_RANK"] = "0"
     project = ProjectConfiguration(save_on_each_node=True)
     accelerator = ZeroAccelerator(stage=3, gradient_accumulation_steps=2, project_config=project)
@@ -287,7 +288,7 @@ def two_models(started: dict[str, Any], folder: Path) -> None:
     first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
     for batch in loader:
         with accelerator.accumulate(first, second):
-            accelerator.backward(mean_loss(lambda inputs: second(first(inputs)), batch))
+            accelerator.backward(loops.mean_loss(lambda inputs: second(first(inputs)), batch))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(both, 1.0)
             optimizer.step()
@@ -296,18 +297,17 @@ def two_models(started: dict[str, Any], folder: Path) -> None:
     optimizer.optimizer.close()
 
 
-def test_accelerate_trains_two_models_by_one_optimizer_and_saves_on_each_node(tmp_path: Path) -> None:
+def test_accelerate_trains_two_models_by_one_optimizer_and_saves_on_each_node(ranks: Any) -> None:
     pytest.importorskip("accelerate")
     from safetensors.torch import load_file
 
-    launch(f"{__name__}:two_models", tmp_path, limit=LIMIT)
     first, second = two()
     optimizer = torch.optim.AdamW([*second.parameters(), *first.parameters()], lr=1e-2)
-    PlainLoop(together=4, optimizer=optimizer).run(nn.Sequential(first, second), epochs_of(0))
+    loops.PlainLoop(together=4, optimizer=optimizer).run(nn.Sequential(first, second), epochs_of(0))
     for rank in range(2):
         for file, model in (("model", first), ("model_1", second)):
-            saved = load_file(tmp_path / str(rank) / f"{file}.safetensors")
+            saved = load_file(ranks[0] / str(rank) / f"{file}.safetensors")
             assert_same_dict({name: saved[name] for name in model.state_dict()}, model.state_dict())
         assert_same_states(
-            torch.load(tmp_path / str(rank) / "optimizer.bin", weights_only=True), optimizer.state_dict()
+            torch.load(ranks[0] / str(rank) / "optimizer.bin", weights_only=True), optimizer.state_dict()
         )

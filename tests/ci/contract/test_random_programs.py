@@ -45,8 +45,6 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -
 
 @pytest.mark.usefixtures("copied_from_the_host", "launched", "accelerated")
 def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_loop() -> None:
-    """A load may change the stage, and with it the place of parameters."""
-
     class OnTheHost(OnThreads):
         make_backend = ThreadsWithParametersOnTheHost
         collectives = replace(

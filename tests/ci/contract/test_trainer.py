@@ -6,10 +6,6 @@ import copy
 import dataclasses
 import gc
 import importlib.util
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +22,7 @@ from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer
 from ...contract.recipes import assert_same_dict
 from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
-from ...support.loops import ROOT, code_of, seeded
+from ...support.loops import code_of, seeded
 from ...support.refused import REFUSED
 from .ecosystem import DATASET, WORLD_SIZE, by_micro_batch, gpt2, note_inputs, plain_trainer, state_of, variables
 from .ecosystem import training_arguments as arguments_of
@@ -34,7 +30,6 @@ from .ecosystem import training_arguments as arguments_of
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from zero.examples import finetune_lora, hf_trainer  # noqa: E402 - needs transformers
 from zero.integrations.transformers import ZeroConfig, ZeroTrainer  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
@@ -53,14 +48,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trainer_of(cls: Any, model: nn.Module, arguments: Any, stage: int = 3, **more: Any) -> Any:
-    """Return transformers' Trainer, or a `ZeroTrainer`."""
     if issubclass(cls, ZeroTrainer):
         more = {"zero": ZeroConfig(stage=stage), **more}
     return cls(model=model, args=arguments, train_dataset=DATASET, eval_dataset=DATASET[:6], **more)
 
 
 def trained(trainer: Any, resume: str | None = None) -> dict[str, Tensor]:
-    """Train, and return the model's state."""
     trainer.train(resume_from_checkpoint=resume)
     if isinstance(trainer, ZeroTrainer):
         with trainer.zero_optimizer.gathered():
@@ -75,8 +68,6 @@ def model_of(seed: int = 5, trains: Callable[[str], bool] = lambda name: True) -
         parameter.requires_grad_(trains(name))
     return model
 
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
 
 FIELDS = {each.name for each in dataclasses.fields(transformers.TrainingArguments)}
 CHECKPOINTING = "gradient_checkpointing"  # before 5.23
@@ -118,22 +109,28 @@ def in_blocks(name: str) -> bool:
     return "transformer.h." in name
 
 
+NOISY = {"neftune_noise_alpha": 5.0, "bf16": True, "train_sampling_strategy": "batch_rebalance"}
+SMOOTH = {"label_smoothing_factor": 0.1, CHECKPOINTING: True, "full_determinism": True}
+DISPATCHED = {"debug": "underflow_overflow", "accelerator_config": {"dispatch_batches": True}, "eval_on_start": True}
+SPLIT = {"accelerator_config": {"split_batches": True, "use_seedable_sampler": False}, "use_cache": True}
+PLATEAU = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, **EVALUATED}
+BEST = {"load_best_model_at_end": True, "save_strategy": "best", "learning_rate": 1.0, **EVALUATED}
 CASES = [
     *map(
         Case,
         (
-            {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_epsilon": 1e-5, "lr_scheduler_type": "constant"},
-            {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "warmup_steps": 0.5},
-            {"optim": "adagrad", "max_steps": 3, "dataloader_drop_last": True, **BATCHES},
-            {"optim": "rmsprop", "gradient_accumulation_steps": 3, "average_tokens_across_devices": False},
-            {"optim": "adafactor", "train_sampling_strategy": "sequential"},
-            {"optim": "adamw_torch_8bit", "weight_decay": 0.0, "data_seed": 7},
-            {"label_smoothing_factor": 0.1, CHECKPOINTING: True, "full_determinism": True},
-            {"neftune_noise_alpha": 5.0, "bf16": True, "train_sampling_strategy": "batch_rebalance"},
-            {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0}, **EVALUATED},
-            {"load_best_model_at_end": True, "save_strategy": "best", "learning_rate": 1.0, **EVALUATED},
-            {"debug": "underflow_overflow", "accelerator_config": {"dispatch_batches": True}, "eval_on_start": True},
-            {"accelerator_config": {"split_batches": True, "use_seedable_sampler": False}, "use_cache": True},
+            {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "warmup_steps": 0.5, **NOISY},
+            {
+                "optim": "adamw_torch",
+                "adam_beta1": 0.8,
+                "adam_epsilon": 1e-5,
+                "lr_scheduler_type": "constant",
+                **SMOOTH,
+            },
+            {"optim": "adagrad", "max_steps": 3, "dataloader_drop_last": True, **BATCHES, **DISPATCHED},
+            {"optim": "rmsprop", "gradient_accumulation_steps": 3, "average_tokens_across_devices": False, **SPLIT},
+            {"optim": "adafactor", "train_sampling_strategy": "sequential", **PLATEAU},
+            {"optim": "adamw_torch_8bit", "weight_decay": 0.0, "data_seed": 7, **BEST},
             {"torch_compile": True, "torch_compile_backend": "aot_eager"},
             *({"optim": f"schedule_free_{name}", "lr_scheduler_type": "constant", **EVALUATED} for name in FREE),
         ),
@@ -219,45 +216,37 @@ def by_micro_batches(trainer: Any) -> Any:
 
 
 def own(method: str, call: Any) -> Callable[[Any], Any]:
-    """Return a training by a subclass with a method of its own."""
     cls = type("Own", (ZeroTrainer,), {method: call})
     return lambda arguments: trainer_of(cls, model_of(), arguments).train()
 
 
 def with_(**more: Any) -> Callable[[Any], Any]:
-    """Return a training with further arguments of the trainer."""
     return lambda arguments: trainer_of(ZeroTrainer, model_of(), arguments, **more).train()
+
+
+def clips_before_it_trains(arguments: Any) -> None:
+    trainer_of(ZeroTrainer, model_of(), arguments).accelerator.clip_grad_norm_([], 1.0)
 
 
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
 SCHEDULER = torch.optim.lr_scheduler.ConstantLR(SGD)
 TWICE = "ValueError: ZeroTrainer would deal out what the {} has dealt already"
-ERRORS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "an optimizer": (
-        with_(optimizers=(SGD, None)),
-        "ZeroTrainer does not take optimizers= … optimizer_cls_and_kwargs=",
-    ),
-    "a scheduler": (with_(optimizers=(None, SCHEDULER)), "ZeroTrainer does not take optimizers="),
-    "an option": (lambda _: ZeroConfig(bucket_cap_mb=0), "bucket_cap_mb must be a positive number"),
-    "no config": (with_(zero=3), "TypeError: zero must be a zero.integrations.transformers.ZeroConfig, not 3"),
-    "a loader dealt by rank": (own("_get_train_sampler", by_rank), TWICE.format("DistributedSampler")),
-    "a loader dealt by batch": (own("get_train_dataloader", by_micro_batches), TWICE.format("MicroBatchSampler")),
-    "options twice": (
-        own("create_optimizer", sharded_by_hand),
-        "ValueError: ZeroTrainer got zero=..., and create_optimizer built a ZeroOptimizer",
-    ),
-    "a clip before train()": (
-        lambda arguments: trainer_of(ZeroTrainer, model_of(), arguments).accelerator.clip_grad_norm_([], 1.0),
-        "RuntimeError: ZeroTrainer clips after train() has built the optimizer",
-    ),
-    "a factory of nothing": (with_(optimizer_cls_and_kwargs=(lambda: None, {})), "'NoneType' object is not callable"),
+ERRORS: dict[str, Callable[[Any], Any]] = {
+    "ZeroTrainer does not take optimizers= … optimizer_cls_and_kwargs=": with_(optimizers=(SGD, None)),
+    "ZeroTrainer does not take optimizers=": with_(optimizers=(None, SCHEDULER)),
+    "bucket_cap_mb must be a positive number": lambda _: ZeroConfig(bucket_cap_mb=0),
+    "TypeError: zero must be a zero.integrations.transformers.ZeroConfig, not 3": with_(zero=3),
+    TWICE.format("DistributedSampler"): own("_get_train_sampler", by_rank),
+    TWICE.format("MicroBatchSampler"): own("get_train_dataloader", by_micro_batches),
+    "ValueError: ZeroTrainer got zero=..., and create_optimizer built a Zero": own("create_optimizer", sharded_by_hand),
+    "RuntimeError: ZeroTrainer clips after train() has built the optimizer": clips_before_it_trains,
+    "'NoneType' object is not callable": with_(optimizer_cls_and_kwargs=(lambda: None, {})),
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_what_a_trainer_cannot_take_is_an_error(case: str, tmp_path: Path) -> None:
-    call, words = ERRORS[case]
-    assert_in_order(words, error_of(call, arguments_of(tmp_path)))
+@pytest.mark.parametrize("words", ERRORS)
+def test_what_a_trainer_cannot_take_is_an_error(words: str, tmp_path: Path) -> None:
+    assert_in_order(words, error_of(ERRORS[words], arguments_of(tmp_path)))
 
 
 def test_a_subclass_may_build_the_zero_optimizer_itself(tmp_path: Path) -> None:
@@ -291,8 +280,6 @@ def test_a_second_trainer_goes_on_with_the_model_of_the_first_which_may_be_gone(
     for state, other in zip(found[0][0], found[1][0], strict=True):
         assert_same_dict(other, state)
 
-
-# -- two ranks ---------------------------------------------------------------------------------------------------------
 
 RUNS: list[tuple[ZeroConfig, dict[str, Any]]] = [
     (ZeroConfig(stage=0), {"bf16": True}),
@@ -384,47 +371,3 @@ def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_anot
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert_same_dict(state_of(saved), first)
     assert {value.dtype for value in first.values()} == {torch.bfloat16}
-
-
-# -- scripts -----------------------------------------------------------------------------------------------------------
-
-
-def digest_of(text: str) -> str:
-    """Return the SHA-256 of the last line that a script of `zero.examples` prints."""
-    word, digest = text.splitlines()[-1].split()
-    assert word == "SHA-256"
-    return digest
-
-
-def run_on_two_ranks(name: str, folder: Path, *words: str) -> str:
-    """Run a script of `zero.examples`; return its SHA-256."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", f"zero.examples.{name}", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
-    assert ended.returncode == 0, ended.stderr
-    return digest_of(ended.stdout)
-
-
-def test_scripts_have_the_same_bits_on_two_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Trainer's goes on at another stage from a checkpoint of one rank; that of low-rank adapters writes them."""
-
-    def alone(main: Any, *words: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["script", *words])
-        main()
-        return digest_of(capsys.readouterr().out)
-
-    words = ("--output_dir", str(tmp_path / "run"), "--max_steps=6", "--save_steps=3", "--eval_steps=3")
-    expected = alone(hf_trainer.main, *words, "--stage=1")
-    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
-    assert run_on_two_ranks("hf_trainer", tmp_path, *words, "--stage=3") == expected
-    expected = alone(finetune_lora.main, "--epochs=2", "--stage=0")
-    assert run_on_two_ranks("finetune_lora", tmp_path, "--epochs=2", "--adapters=adapters.pt") == expected
-    adapters = torch.load(tmp_path / "adapters.pt", weights_only=True)
-    assert len(adapters) == 2 * 9
-    assert all(name.endswith((".down", ".up")) for name in adapters)
-    for name in ("", "/dev/null"):
-        with pytest.raises(SystemExit, match=f"^--data '{name}' must be a file of at least 640 bytes$"):
-            hf_trainer.samples(name)

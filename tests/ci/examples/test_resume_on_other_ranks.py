@@ -1,37 +1,84 @@
-"""The script that goes on with other ranks prints the SHA-256 of one undisturbed run, under torchrun."""
+"""README's script and the examples have the bits of one rank, or of the plain loop, on any number of ranks."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch.distributed as dist
+import torch
 
+from zero.examples import finetune_lora
 from zero.examples.resume_on_other_ranks import train
 
 from ...support.limits import PATIENT
 from ...support.loops import ROOT
-from ...support.pool import GlooPool
+from ...support.plain import assert_same_value
 
-pytestmark = pytest.mark.timeout(300)  # a launcher and its ranks are started twice
+pytestmark = pytest.mark.timeout(400)  # a launcher and its ranks are started several times
+README = (ROOT / "README.md").read_text()
 
 
-def run(folder: Path, ranks: int, *flags: str) -> str:
-    """Run the script under torchrun; return what rank 0 printed."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [*torchrun, "-m", "zero.examples.resume_on_other_ranks", str(folder), *flags]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENT)
+def shown_by(folder: Path, ranks: int, *words: str) -> str:
+    """Run a script in a folder as a user starts it, under torchrun if there are several ranks."""
+    start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *start, *words]
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=4 * PATIENT)
     assert ended.returncode == 0, ended.stderr
-    assert "Warning" not in ended.stderr
     return ended.stdout
 
 
-def sha256_of(said: str) -> str:
-    (found,) = re.findall(r"^trained: SHA-256 of the parameters ([0-9a-f]{64})$", said, re.MULTILINE)
+def sha256_of(shown: str) -> str:
+    (found,) = re.findall(r"SHA-256 (?:of the parameters )?([0-9a-f]{64})$", shown, re.MULTILINE)
     return str(found)
+
+
+def block(language: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def plain_loop() -> str:
+    """Return README's script without the lines that its diff adds, and with those that it removes."""
+    script, lines = block("python"), block("diff").splitlines(keepends=True)
+    removed = added = ""
+    for line in [*lines, " "]:
+        if added and not line.startswith("+"):
+            assert script.count(added) == 1
+            script, removed, added = script.replace(added, removed), "", ""
+        removed += line[1:] * line.startswith("-")
+        added += line[1:] * line.startswith("+")
+    assert "ZeroOptimizer(" not in script
+    return script
+
+
+def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(tmp_path: Path) -> None:
+    trained = []
+    for ranks, script in ((1, plain_loop()), (2, block("python"))):
+        (tmp_path / "script.py").write_text(script)
+        assert shown_by(tmp_path, ranks, "script.py") == "", "it prints nothing"
+        trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
+    assert_same_value(trained[1], trained[0], "the model")
+
+
+def test_the_loop_of_accelerate_has_the_same_hash_at_any_stage_and_number_of_ranks_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    hashes = []
+    for ranks, arguments in (
+        (2, "--stage 3 --epochs 2"),
+        (2, "--stage 2 --epochs 1 --folder run"),
+        (1, "--stage 3 --epochs 2 --resume run"),
+    ):
+        shown = shown_by(tmp_path, ranks, "-m", "zero.examples.accelerate_loop", *arguments.split())
+        hashes.append(sha256_of(shown))
+    whole, half, resumed = hashes
+    assert whole == resumed != half
 
 
 def test_two_ranks_and_then_three_have_the_bits_of_one_undisturbed_run(
@@ -39,8 +86,9 @@ def test_two_ranks_and_then_three_have_the_bits_of_one_undisturbed_run(
 ) -> None:
     train(str(tmp_path / "whole"), 2, None)  # one rank: this process
     whole = capsys.readouterr().out
-    stopped = run(tmp_path / "stopped", 2, "--stop-after=10")
-    resumed = run(tmp_path / "stopped", 3, "--stage=3")
+    script = ("-m", "zero.examples.resume_on_other_ranks", str(tmp_path / "stopped"))
+    stopped = shown_by(tmp_path, 2, *script, "--stop-after=10")
+    resumed = shown_by(tmp_path, 3, *script, "--stage=3")
     assert whole.startswith("begins after step 0 of 24, ranks: 1, stage: 2\n")
     assert stopped.startswith("begins after step 0 of 24, ranks: 2, stage: 2\nstopped after step 10")
     assert resumed.startswith("begins after step 10 of 24, ranks: 3, stage: 3\n")
@@ -56,12 +104,27 @@ def test_a_step_that_is_taken_already_is_no_place_to_stop(tmp_path: Path) -> Non
             train(str(tmp_path), 2, step)
 
 
-def too_many(group: dist.ProcessGroup, rank: int, folder: str) -> str:
-    with pytest.raises(SystemExit) as raised:
-        train(folder, 2, None)
-    return str(raised.value)
+def test_scripts_have_the_same_bits_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("accelerate")
+    hf_trainer = pytest.importorskip("zero.examples.hf_trainer")
 
+    def alone(main: Any, *words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["script", *words])
+        main()
+        return sha256_of(capsys.readouterr().out)
 
-def test_ranks_that_cannot_share_a_step_evenly_are_told_which_can(gloo: GlooPool, tmp_path: Path) -> None:
-    for said in gloo.run(too_many, str(tmp_path), ranks=range(4)):
-        assert said == "4 ranks cannot share 6 micro-batches evenly: start 1, 2, 3 or 6 ranks"
+    words = ("--output_dir", str(tmp_path / "run"), "--max_steps=6", "--save_steps=3", "--eval_steps=3")
+    expected = alone(hf_trainer.main, *words, "--stage=1")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    assert sha256_of(shown_by(tmp_path, 2, "-m", "zero.examples.hf_trainer", *words, "--stage=3")) == expected
+    expected = alone(finetune_lora.main, "--epochs=2", "--stage=0")
+    lora = ("-m", "zero.examples.finetune_lora", "--epochs=2", "--adapters=adapters.pt")
+    assert sha256_of(shown_by(tmp_path, 2, *lora)) == expected
+    adapters = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert len(adapters) == 2 * 9
+    assert all(name.endswith((".down", ".up")) for name in adapters)
+    for name in ("", "/dev/null"):
+        with pytest.raises(SystemExit, match=f"^--data '{name}' must be a file of at least 640 bytes$"):
+            hf_trainer.samples(name)

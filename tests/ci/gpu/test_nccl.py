@@ -34,68 +34,67 @@ from zero import ZeroOptimizer
 from zero.gradients.agreement import Agreement, Record
 from zero.runtime.joining import Joining, UnitOrder
 
-from ...support.devices import DEVICE, GPU, HAS_GPU, Ranks, deterministic, deterministic_products, on, whole_program
-from ...support.models import build, odd_batches, odd_loss
-from ...support.narrowed import PRECISIONS
-from ...support.plain import assert_same_model, assert_same_states, plain_step, share
+from ...dials.loops import DIALS
+from ...dials.record import config_with
+from ...support import devices
+from ...support.machine.program import Config, Setting
+from ...support.machine.run import run
+from ...support.models import build, odd_batches, odd_loss, take_steps
+from ...support.plain import assert_same_model, plain_step, share
 from ...support.pool import SIZE, GlooPool
-from ...support.programs import Program, Round, Step, compare
 
 SOON = 30.0  # seconds in which a survivor can go on; less than the group's time limit
 AFTERWARDS = 3.0  # seconds in which NCCL's watchdog could end the process; on the CPU there is none
-STEPS = (
-    Step((Round(), Round()), clips=((0.1, 2.0),)),
-    Step((Round(sync=False), Round())),
-    Step((Round(), Round(sync=False)), clear="zeros"),
-)
-PROGRAMS = {
-    **{f"W2 stage {stage}": Program(2, stage, "adamw fused", steps=STEPS) for stage in range(4)},
-    "W3 stage 3": Program(3, 3, "adamw foreach", steps=STEPS),
-    "W2 stage 3, one bucket a unit": Program(2, 3, "sgd momentum", 25.0, steps=STEPS),
-    "W2 stage 2, bf16": Program(2, 2, "adamw fused", dtype=torch.bfloat16, steps=STEPS),
-    "W2 stage 3, mixed": Program(2, 3, "adamw fused", precision=PRECISIONS["bf16"], steps=STEPS),
-    "W4 in replicas of 2, stage 1": Program(SIZE, 1, sharding_factor=2, steps=STEPS),
-    "W4 in replicas of 1, stage 2": Program(SIZE, 2, "adamw fused", sharding_factor=1, steps=STEPS[:1]),
-    "W4 in replicas of 2, stage 3": Program(SIZE, 3, sharding_factor=2, steps=STEPS),
-    "W4 stage 3, kept by 2": Program(SIZE, 3, reshard=2, steps=STEPS[:2]),
-    "W2 stage 3, pairwise": Program(2, 3, collective="pairwise", steps=STEPS[:1]),
-    **{f"W4 stage {k}, fold": Program(SIZE, k, "adamw fused", collective="fold", steps=STEPS) for k in range(4)},
+LOOPS: Any = DIALS[0].values
+LOOP = [*LOOPS["no sync"], *LOOPS["clears, zeros"]]
+FUSED = {"optimizer": "adamw fused"}
+PROGRAMS: dict[str, dict[str, Any]] = {
+    **{f"W2 stage {stage}": {"world_size": 2, "stage": stage, **FUSED} for stage in range(4)},
+    "W3 stage 3": {"world_size": 3, "stage": 3, "optimizer": "adamw foreach"},
+    "W2 stage 3, one bucket a unit": {"world_size": 2, "stage": 3, "optimizer": "sgd momentum", "bucket_cap_mb": 25.0},
+    "W2 stage 2, bf16": {"world_size": 2, "stage": 2, "dtype": "bfloat16", **FUSED},
+    "W2 stage 3, mixed": {"world_size": 2, "stage": 3, "precision": "bf16", **FUSED},
+    "W4 in replicas of 2, stage 1": {"world_size": SIZE, "stage": 1, "sharding_factor": 2},
+    "W4 in replicas of 1, stage 2": {"world_size": SIZE, "stage": 2, "sharding_factor": 1, **FUSED},
+    "W4 in replicas of 2, stage 3": {"world_size": SIZE, "stage": 3, "sharding_factor": 2},
+    "W4 stage 3, kept by 2": {"world_size": SIZE, "stage": 3, "reshard": 2},
+    "W2 stage 3, pairwise": {"world_size": 2, "stage": 3, "collective": "pairwise"},
+    **{f"W4 stage {k}, fold": {"world_size": SIZE, "stage": k, "collective": "fold", **FUSED} for k in range(4)},
 }
 
 
-@pytest.fixture(params=[DEVICE], scope="module")
-def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+@pytest.fixture(params=[devices.DEVICE], scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[devices.Ranks]:
     """Return ranks on a device; on a GPU, in groups of gloo and NCCL."""
     if request.param == "cpu":
-        yield Ranks("cpu", request.getfixturevalue("gloo"))
+        yield devices.Ranks("cpu", request.getfixturevalue("gloo"))
         return
     pool = GlooPool("spawn", "cpu:gloo,cuda:nccl")
-    with deterministic_products():
-        yield Ranks(request.param, pool)
+    with devices.deterministic_products():
+        yield devices.Ranks(request.param, pool)
     pool.stop()
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
+class RankOnHostsOfTwo(devices.RankOnDevice):
+    """A rank, for a fold as if neighbours were on one host."""
+
+    def __init__(self, config: Config, setting: Setting, *more: Any) -> None:
+        folds = setting.collective == "fold"
+        with mock.patch.object(topology, "_hosts_of", return_value=[[0, 1], [2, 3]]) if folds else nullcontext():
+            super().__init__(config, setting, *more)
 
 
-def on_hosts_of_two(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
-    """Run the program on a rank, for a fold as if neighbours were on one host."""
-    folds = program.collective == "fold"
-    with mock.patch.object(topology, "_hosts_of", return_value=[[0, 1], [2, 3]]) if folds else nullcontext():
-        return whole_program(group, rank, program)
+class OnHostsOfTwo(devices.OnDevice):
+    rank = RankOnHostsOfTwo
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: Ranks, name: str) -> None:
-    program = replace(PROGRAMS[name], device=ranks.device)
-    results = ranks.run(on_hosts_of_two, program, world_size=program.world_size)
-    with deterministic():
-        plain = compare(program, results)
-    assert_same_states(results[0][3], plain.optimizer.state_dict())
+def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: devices.Ranks, name: str) -> None:
+    with devices.deterministic():
+        run(config_with({**PROGRAMS[name], "device": ranks.device}), *LOOP, backend=OnHostsOfTwo(ranks.pool))
 
 
 def attention(device: str) -> tuple[nn.Module, list[Tensor]]:
-    """Return a small GPT, and its micro-batches."""
     shape, sequence = (Shape(2, 2, 64, 256), 32) if device == "cpu" else (Shape(4, 4, 512, 4096), 512)
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(shape.vocabulary, (2, sequence + 1), generator=generator) for _ in range(8)]
@@ -108,22 +107,19 @@ def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def train_attention(group: dist.ProcessGroup, rank: int, device: str, stage: int) -> nn.Module:
-    with deterministic():
+    with devices.deterministic():
         model, batches = attention(device)
         optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-3, fused=True)
-        for batch in share(batches, rank, 2):
-            attention_loss(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        take_steps(model, optimizer, share(batches, rank, 2), attention_loss)
         optimizer.close()
     return model.cpu()
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_so_does_attention(ranks: Ranks, stage: int) -> None:
+def test_so_does_attention(ranks: devices.Ranks, stage: int) -> None:
     """Its backward on a GPU adds in any order, unless torch is told to be deterministic."""
     models = ranks.run(train_attention, ranks.device, stage, world_size=2)
-    with deterministic():
+    with devices.deterministic():
         plain, batches = attention(ranks.device)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
         for first in range(0, len(batches), 2):
@@ -131,9 +127,6 @@ def test_so_does_attention(ranks: Ranks, stage: int) -> None:
             plain.zero_grad()
     for model in models:
         assert_same_model(model, plain)
-
-
-# -- what is chosen ----------------------------------------------------------------------------------------------------
 
 
 def chosen(group: dist.ProcessGroup, rank: int, device: str) -> tuple[str, str]:
@@ -149,7 +142,7 @@ def chosen(group: dist.ProcessGroup, rank: int, device: str) -> tuple[str, str]:
     return told, str(own.tolist())
 
 
-def test_nccl_is_chosen_for_tensors_on_a_gpu(ranks: Ranks) -> None:
+def test_nccl_is_chosen_for_tensors_on_a_gpu(ranks: devices.Ranks) -> None:
     for rank, (told, summed) in enumerate(ranks.run(chosen, ranks.device, world_size=3)):
         assert ("with NCCL" in told) == (ranks.device != "cpu")
         assert summed == str([6.0 * rank + 3, 6.0 * rank + 6])
@@ -174,14 +167,12 @@ def held(group: dist.ProcessGroup, rank: int, device: str) -> list[int]:
     return [*found, pool.held_bytes]
 
 
-def test_a_backend_lets_go_of_a_gathers_memory_at_its_wait(ranks: Ranks) -> None:
-    """Units are gathered into memory that nobody holds."""
+def test_a_backend_lets_go_of_a_gathers_memory_at_its_wait(ranks: devices.Ranks) -> None:
     for found in ranks.run(held, ranks.device, world_size=2):
         assert found == [*[0] * 5, 2 * 1000 * 4]
 
 
 def rounds(group: dist.ProcessGroup, rank: int, device: str, count: int) -> Tensor:
-    """Train in replicas of two, with several buckets on their way between them."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(device)
     for parameter in model.parameters():
         nn.init.constant_(parameter, 0.01)
@@ -197,15 +188,12 @@ def rounds(group: dist.ProcessGroup, rank: int, device: str, count: int) -> Tens
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
 
 
-def test_hundreds_of_rounds_between_replicas_come_to_their_end(ranks: Ranks) -> None:
+def test_hundreds_of_rounds_between_replicas_come_to_their_end(ranks: devices.Ranks) -> None:
     """Three communicators are in use at a time: of a replica, of the owners of a slice, of two neighbours."""
     count = 20 if ranks.device == "cpu" else 500
     first, *others = ranks.run(rounds, ranks.device, count, world_size=SIZE)
     assert all(torch.equal(first, other) for other in others)
     assert first.isfinite().all()
-
-
-# -- a rank that is lost -----------------------------------------------------------------------------------------------
 
 
 def ends(*_: Any, **__: Any) -> None:
@@ -220,14 +208,11 @@ FAULTS = {"ends": ends, "raises": raises}
 
 
 def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, fault: str, folder: Path) -> str:
-    """Rank 1 announces a collective and does not begin it, while rank 0 is in it. Return what a rank saw."""
-    model, batches = build().to(device), on(device, odd_batches(4, extra=False))
+    model, batches = build().to(device), devices.on(device, odd_batches(4, extra=False))
     optimizer = ZeroOptimizer(
         model, torch.optim.AdamW, stage=stage, process_group=group, collective="all_to_all", bucket_cap_mb=0.0005
     )
-    odd_loss(model, batches[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_steps(model, optimizer, batches[:1])
     if rank == 1:
         mock.patch.object(dist, "all_to_all_single", FAULTS[fault]).start()
     begin = time.monotonic()
@@ -250,8 +235,9 @@ def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, fault: st
 
 
 @pytest.mark.parametrize("case", [(1, "ends"), (1, "raises"), (3, "ends"), (3, "raises")], ids=str)
-def test_a_failed_rank_is_named_and_the_gpu_is_free_again(ranks: Ranks, case: tuple[int, str], tmp_path: Path) -> None:
-    """Its peer's kernel would wait for it forever."""
+def test_a_failed_rank_is_named_and_the_gpu_is_free_again(
+    ranks: devices.Ranks, case: tuple[int, str], tmp_path: Path
+) -> None:
     stage, fault = case
     context = pytest.raises(RuntimeError, match="rank 1 died") if fault == "ends" else nullcontext()
     with context:
@@ -265,9 +251,7 @@ def test_a_failed_rank_is_named_and_the_gpu_is_free_again(ranks: Ranks, case: tu
     assert ("over a new process group" in closed) == (ranks.device != "cpu")
 
 
-# -- without a header for each collective ------------------------------------------------------------------------------
-
-ON_A_GPU = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
+ON_A_GPU = pytest.mark.skipif(not devices.HAS_GPU, reason="there is no GPU")
 UNIT = Tag(Kind.ALL_GATHER, "a unit", 0, 1)
 
 
@@ -275,21 +259,21 @@ def watched(group: dist.ProcessGroup, limit: float) -> Transport:
     """Return a transport with a ledger, whose sentinel asks after ``limit`` seconds."""
     transport = connect(group).fork()
     transport.backend.stall_limit = limit
-    watch(transport, transport.world_size, torch.device(GPU))
+    watch(transport, transport.world_size, torch.device(devices.GPU))
     assert transport.launches is not None
     return transport
 
 
 def gather(transport: Transport, tag: Tag) -> Tensor:
     size = transport.world_size
-    whole = torch.full((1000 * size,), float(transport.rank), device=GPU)
+    whole = torch.full((1000 * size,), float(transport.rank), device=devices.GPU)
     bounds = [1000 * rank for rank in range(size + 1)]
     AllToAll(transport).all_gather(whole, bounds, tag=tag).wait()
     return whole
 
 
 def late(group: dist.ProcessGroup, rank: int, limit: float, seconds: float) -> float:
-    group._get_backend(torch.device(GPU))._set_default_timeout(timedelta(seconds=limit))
+    group._get_backend(torch.device(devices.GPU))._set_default_timeout(timedelta(seconds=limit))
     transport = watched(group, 2.0)
     gather(transport, UNIT)
     transport.exchange(b"", Tag(Kind.EXCHANGE, "a step"))
@@ -299,7 +283,7 @@ def late(group: dist.ProcessGroup, rank: int, limit: float, seconds: float) -> f
 
 
 @ON_A_GPU
-def test_a_rank_may_be_late_by_more_than_the_time_limit_of_nccl(ranks: Ranks) -> None:
+def test_a_rank_may_be_late_by_more_than_the_time_limit_of_nccl(ranks: devices.Ranks) -> None:
     """The others wait at the gate, on the host. A kernel that waits for so long ends its process."""
     assert ranks.run(late, 20.0, 40.0, world_size=2) == [1000.0] * 2
 
@@ -320,7 +304,7 @@ def in_vain(group: dist.ProcessGroup, rank: int) -> tuple[str, float]:
 
 
 @ON_A_GPU
-def test_a_host_that_waits_for_its_device_in_vain_comes_back_and_learns_why(ranks: Ranks) -> None:
+def test_a_host_that_waits_for_its_device_in_vain_comes_back_and_learns_why(ranks: devices.Ranks) -> None:
     for message, seconds in ranks.run(in_vain, world_size=2):
         assert "rank 0 is in a unit [all_gather, round 0, index 2], but rank 1 is in a step" in message
         assert seconds < 2.0 + 2.0 + SOON / 10
@@ -328,7 +312,6 @@ def test_a_host_that_waits_for_its_device_in_vain_comes_back_and_learns_why(rank
 
 
 def other_units(group: dist.ProcessGroup, rank: int) -> str:
-    """The bytes of two gathers are mixed, and no rank waits. The next meeting tells."""
     transport = watched(group, SOON)
     gather(transport, UNIT)
     gather(transport, replace(UNIT, index=2 + rank)).sum().item()
@@ -341,7 +324,7 @@ def other_units(group: dist.ProcessGroup, rank: int) -> str:
 
 
 @ON_A_GPU
-def test_mixed_bytes_are_told_before_anything_that_is_kept_has_changed(ranks: Ranks) -> None:
+def test_mixed_bytes_are_told_before_anything_that_is_kept_has_changed(ranks: devices.Ranks) -> None:
     for message in ranks.run(other_units, world_size=2):
         assert "rank 0 is in a unit [all_gather, round 0, index 2], but rank 1 is in a unit" in message
     ranks.pool.stop()  # its group is lost

@@ -1,4 +1,4 @@
-"""An adversarial training in the way of accelerate: two models, each with its optimizer and schedule, and a tracker.
+"""An adversarial training in the way of accelerate: two models, each with its optimizer and schedule.
 
 Budget: 60 processor seconds; 34 were measured.
 """
@@ -22,8 +22,7 @@ from ...support.plain import assert_same_states
 
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, PartialState  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from accelerate.tracking import GeneralTracker, on_main_process  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
 pytestmark = pytest.mark.timeout(500)
@@ -34,30 +33,6 @@ EPOCHS, MICRO_BATCHES, NOISE = 3, 4, 3
 STAGES = (0, 2, 3)
 
 
-class Listing(GeneralTracker):  # type: ignore[misc, unused-ignore]
-    """A tracker of the user's own, as accelerate's guide writes one."""
-
-    name = "listing"
-    requires_logging_directory = False
-
-    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
-    def __init__(self, run_name: str) -> None:
-        super().__init__()
-        self.run_name, self.logged, self.config = run_name, [], {}  # type: ignore[var-annotated]
-
-    @property
-    def tracker(self) -> Any:
-        return self.logged
-
-    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.config = values
-
-    @on_main_process  # type: ignore[untyped-decorator, unused-ignore]
-    def log(self, values: dict[str, Any], step: int | None = None) -> None:
-        self.logged.append((step, values))
-
-
 def points(count: int, seed: int) -> TensorDataset:
     angle = torch.rand(count, generator=torch.Generator().manual_seed(seed)) * 6.28
     noise = torch.randn(count, NOISE, generator=torch.Generator().manual_seed(seed + 1))
@@ -65,7 +40,7 @@ def points(count: int, seed: int) -> TensorDataset:
 
 
 def script(accelerator: Any, resume: Path | None = None) -> list[Any]:
-    """Train a generator and a discriminator. Return what the tracker got, and the lines that were printed."""
+    """Train a generator and a discriminator. Return what was measured after each epoch."""
     set_seed(1)
     generator = nn.Sequential(nn.Linear(NOISE, 16), nn.LeakyReLU(0.2), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
     discriminator = nn.Sequential(nn.Linear(2, 16), nn.LeakyReLU(0.2), nn.LayerNorm(16), nn.Linear(16, 1))
@@ -83,14 +58,13 @@ def script(accelerator: Any, resume: Path | None = None) -> list[Any]:
             generator, discriminator, generator_optimizer, discriminator_optimizer, loader, held_out, *schedulers
         )
     )
-    accelerator.init_trackers("circle", config={"epochs": EPOCHS})
     optimizers = (generator_optimizer, discriminator_optimizer)
     parts = list(zip((generator, discriminator), optimizers, schedulers, strict=True))
     began = 0
     if resume is not None:
         accelerator.load_state(str(resume))
         began = int(resume.name.rpartition("_")[2]) + 1
-    loss_of, printed = nn.BCEWithLogitsLoss(), []
+    loss_of, measured = nn.BCEWithLogitsLoss(), []
     for epoch in range(began, EPOCHS):
         loader.set_epoch(epoch)
         generator.train()
@@ -120,14 +94,10 @@ def script(accelerator: Any, resume: Path | None = None) -> list[Any]:
             rated_all.append(pair[0])
             real_all.append(pair[1])
         rated, real = torch.cat(rated_all), torch.cat(real_all)
-        rate = schedulers[0].get_last_lr()[0]
-        accelerator.log({"rated": rated.tolist(), "real": real.tolist(), "rate": rate}, step=epoch)
-        printed.append(f"epoch {epoch}: {len(real)} points, rated {rated.mean().item()!r}")
-        accelerator.print(printed[-1])
+        measured.append((rated.tolist(), real.tolist(), schedulers[0].get_last_lr()[0]))
         accelerator.save_state()
         accelerator.wait_for_everyone()
-    logged = accelerator.get_tracker("listing", unwrap=True) if accelerator.is_main_process else []
-    return [logged, printed]
+    return measured
 
 
 class Plain(Accelerator):  # type: ignore[misc, unused-ignore]
@@ -139,9 +109,8 @@ class Plain(Accelerator):  # type: ignore[misc, unused-ignore]
 
 def options(folder: Path, accumulated: int) -> dict[str, Any]:
     project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
-    tracker = Listing("run")
     return {
-        "cpu": True, "project_config": project, "log_with": tracker, "gradient_accumulation_steps": accumulated,
+        "cpu": True, "project_config": project, "gradient_accumulation_steps": accumulated,
         "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
     }  # fmt: skip
 
@@ -150,7 +119,6 @@ def on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
     """Run the script at each stage, and again from the checkpoint of the first epoch, which another stage saved."""
     from zero.integrations.accelerate import ZeroAccelerator
 
-    PartialState(cpu=True)  # the tracker asks which process it is, before there is an Accelerator
     results = []
     for stage in STAGES:
         accelerator = ZeroAccelerator(stage=stage, **options(folder / str(stage), MICRO_BATCHES // 2))
@@ -163,15 +131,15 @@ def on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
     return results
 
 
-def test_two_models_with_optimizers_of_their_own_have_accelerates_bits_files_logs_and_resumptions(
+def test_two_models_with_optimizers_of_their_own_have_accelerates_bits_files_and_resumptions(
     tmp_path: Path,
 ) -> None:
-    logged, printed = script(Plain(**options(tmp_path / "plain", MICRO_BATCHES)))
-    assert len(logged) == EPOCHS
+    measured = script(Plain(**options(tmp_path / "plain", MICRO_BATCHES)))
+    assert len(measured) == EPOCHS
     results = launch(f"{__name__}:on_two_ranks", tmp_path, limit=LIMIT)
     for number, result in enumerate(results):
         began = number >= len(STAGES)  # at the second epoch, if resumed
-        assert result == [logged[began:], printed[began:]]
+        assert result == measured[began:]
     for stage, which in itertools.product(STAGES, ("", "resumed-")):
         for epoch in range(bool(which), EPOCHS):
             names = (f"{which}{stage}", "plain")
@@ -179,7 +147,6 @@ def test_two_models_with_optimizers_of_their_own_have_accelerates_bits_files_log
 
 
 def assert_same_files(folder: Path, expected: Path) -> None:
-    """Assert that two folders of `save_state` have the same weights and optimizer states, bit for bit."""
     from safetensors.torch import load_file
 
     for number in ("", "_1"):

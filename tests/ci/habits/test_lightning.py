@@ -134,7 +134,6 @@ def test_a_backbone_is_unfrozen_fitted_twice_and_resumed_with_the_bits_and_files
 
 
 def assert_same_checkpoint(mine: Path, other: Path) -> None:
-    """Assert that two checkpoints have the same bits, and the states of callbacks that hold no paths."""
     found, plain = (torch.load(path, weights_only=False) for path in (mine, other))
     assert_same_value(found["state_dict"], plain["state_dict"], str(mine))
     assert found["state_dict"]._metadata == plain["state_dict"]._metadata

@@ -1,4 +1,4 @@
-"""Meshes of six processes have the plain loop's bits, and FSDP2's where no order of a sum can matter."""
+"""Meshes of six processes have the plain loop's bits, and so have process groups without gloo."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from ...dials.loops import DIALS, step
+from ...dials.record import config_with
 from ...meshes import jobs
-from ...support.narrowed import PRECISIONS
+from ...support.machine.program import Scaled
+from ...support.machine.run import Played, run
 from ...support.pool import WITHOUT_GLOO, GlooPool, ProgramError
-from ...support.programs import Program, Round, Step, compare
 
-FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)), Step(clips=((0.1, 3.0),)))
-CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
+LOOPS: dict[str, Any] = dict(DIALS[0].values)
+LOOPS["all"] = [*step(1), *LOOPS["no sync"], Scaled(6, overflow=1)]
 
 
 @pytest.fixture(scope="module")
@@ -32,35 +34,39 @@ def six() -> Iterator[GlooPool]:
     pool.stop()
 
 
-ROWS: list[tuple[int, Any, dict[str, Any]]] = [
-    (3, [[0, 2, 4], [1, 3, 5]], {"steps": CLIPPED}),
-    (2, [[0, 3], [1, 4], [2, 5]], {"steps": FEWER}),
-    (1, [[0, 1, 2], [3, 4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["fp16"], "scaled": True}),
-    (3, [[0, 1], [2, 3], [4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["bf16"], "reshard": False}),
-    (3, [1, 2, 5], {"steps": CLIPPED, "collective": "pairwise"}),
-]
-WITH_NCCL = [(3, [[0, 4], [1, 5]]), (1, [[0, 3], [1, 4], [2, 5]]), (2, [[0, 2, 3], [1, 4, 5]])]  # in its place is gloo
+def check(pool: GlooPool, job: Any, stage: int, ranks: Any, loop: str = "all", **changes: Any) -> None:
+    """Run a program on a mesh of some of six processes, or on all of them, and compare it with the plain loop."""
+    members = list(range(6)) if ranks is None else torch.tensor(ranks).flatten().tolist()
+    config = config_with({"stage": stage, "world_size": len(members), "mesh": ranks is not None, **changes})
+    results = pool.run(job, config, LOOPS[loop], *([] if ranks is None else [ranks]), ranks=range(6))
+    run(config, *LOOPS[loop], backend=Played([results[rank] for rank in members]))
 
 
 @pytest.mark.parametrize(
-    ("job", "stage", "ranks", "more"),
+    ("stage", "ranks", "changes"),
     [
-        *((jobs.on_mesh, *row) for row in ROWS),
-        *((jobs.by_groups_of_the_mesh, *row, {"steps": CLIPPED}) for row in WITH_NCCL),
+        (3, [[0, 2, 4], [1, 3, 5]], {}),
+        (2, [[0, 3], [1, 4], [2, 5]], {"loop": "uneven"}),
+        (1, [[0, 1, 2], [3, 4, 5]], {"precision": "fp16"}),
+        (3, [[0, 1], [2, 3], [4, 5]], {"precision": "bf16", "reshard": False}),
+        (0, [[0, 1, 2], [3, 4, 5]], {"loop": "uneven"}),
+        (3, [1, 2, 5], {"collective": "pairwise"}),
     ],
-    ids=lambda value: (
-        getattr(value, "__name__", None)
-        or (str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value))
-    ),
+    ids=str,
 )
 def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
-    six: GlooPool, job: Any, stage: int, ranks: Any, more: dict[str, Any]
+    six: GlooPool, stage: int, ranks: Any, changes: dict[str, Any]
 ) -> None:
-    """Also where replicas have process groups, as with NCCL: they are those of the mesh."""
-    members = torch.tensor(ranks).flatten().tolist()
-    program = Program(len(members), stage, **more)
-    results = six.run(job, program, ranks, ranks=range(6))
-    compare(program, [results[rank] for rank in members])
+    check(six, jobs.on_mesh, stage, ranks, **changes)
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(3, [[0, 4], [1, 5]]), (1, [[0, 3], [1, 4], [2, 5]]), (2, [[0, 2, 3], [1, 4, 5]])], ids=str
+)
+def test_replicas_that_have_process_groups_as_with_nccl_use_those_of_the_mesh(
+    six: GlooPool, stage: int, ranks: Any
+) -> None:
+    check(six, jobs.by_groups_of_the_mesh, stage, ranks)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +78,7 @@ def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
 def test_so_has_one_whose_process_groups_have_no_gloo(
     without_gloo: GlooPool, stage: int, ranks: Any, factor: int | None
 ) -> None:
-    """The mesh's ranks alone make a gloo group; the job's other processes do nothing. So do groups, and replicas."""
-    members = list(range(6)) if ranks is None else torch.tensor(ranks).flatten().tolist()
-    program = Program(len(members), stage, sharding_factor=factor, steps=CLIPPED)
-    arguments = (jobs.on_group, program) if ranks is None else (jobs.on_mesh, program, ranks)
-    results = without_gloo.run(*arguments, ranks=range(6))
-    compare(program, [results[rank] for rank in members])
+    check(without_gloo, jobs.on_group if ranks is None else jobs.on_mesh, stage, ranks, sharding_factor=factor)
 
 
 @pytest.mark.parametrize("ranks", [None, [[0, 4], [1, 5]]], ids=str)
@@ -88,9 +89,9 @@ def test_so_have_parts_of_groups_without_gloo(without_gloo: GlooPool, ranks: Any
 
 
 def test_a_collective_that_needs_gloo_itself_is_an_error_by_name(without_gloo: GlooPool) -> None:
-    program = Program(2, 1, collective="native")
+    config = config_with({"stage": 1, "world_size": 2, "collective": "native"})
     with pytest.raises(ProgramError) as caught:
-        without_gloo.run(jobs.on_group, program, ranks=(1, 3))
+        without_gloo.run(jobs.on_group, config, step(1), ranks=(1, 3))
     for _, text in caught.value.errors.values():
         assert "its backend 'cuda:unmoving' moves no cpu tensors: init_process_group('cpu:gloo,cuda:nccl')" in text
 

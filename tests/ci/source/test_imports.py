@@ -16,7 +16,6 @@ VERIFY = ("verify", "verify.verification", "verify.bit_diff", "console", "runner
 
 
 def modules_after(code: str) -> set[str]:
-    """Return the modules that a new process has imported after these lines."""
     code += "; import json, sys; print(json.dumps(sorted(sys.modules)))"
     command = [sys.executable, "-c", code]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)

@@ -48,7 +48,6 @@ def private_paths(tree: ast.Module) -> Iterator[str]:
 
 
 def test_private_names_are_in_one_module_and_private_attributes_are_listed_there() -> None:
-    """The check does not see `getattr` with a string."""
     for source, names in {
         "import torch\ntorch._C.f()": ["torch._C"],
         "import torch._guards": ["torch._guards"],
@@ -102,9 +101,6 @@ def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_i
         for error in errors:
             assert error.startswith(f"RuntimeError: torch {torch.__version__} has no {path}, which "), error
             assert f"use torch {torch_internals.TESTED_VERSION}" in error
-
-
-# -- the use count of a storage ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

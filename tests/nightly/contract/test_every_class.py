@@ -14,7 +14,6 @@ LATER = {"pytorch_optimizer.AdaShift", "pytorch_optimizer.Conda", "pytorch_optim
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_every_class_of_a_library_trains_the_bits_or_is_refused_with_its_reason(gloo: GlooPool, library: str) -> None:
-    """The states of three classes are objects of their own, which are not saved: the error names them."""
     pytest.importorskip(LIBRARIES[library])
     for name in names_of(library):
         found, reason = verdict_on(gloo, name), reason_of(name)

@@ -1,4 +1,4 @@
-"""Several classes of optimizers in one program: the plain loop's, and their state dicts."""
+"""Classes of optimizers by name; several in one program: the plain loop's, and their state dicts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..shampoo import Shampoo
+
 Class = type[torch.optim.Optimizer]
+CLASSES: dict[str, tuple[Class, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
+    "adamw fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "adamw foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "sgd momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "sgd fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.5, "centered": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "asgd": (torch.optim.ASGD, {}),
+    "rprop": (torch.optim.Rprop, {}),
+}
+
+BY_PARAMETER: dict[str, tuple[Class, dict[str, Any]]] = {  # they step whole parameters alone
+    "shampoo": (Shampoo, {"lr": 0.05}),
+}
+MATRICES = {"muon": (torch.optim.Muon, {"lr": 1e-2})}  # it takes matrices alone, and steps them whole
+FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
 
 
 def nothing() -> None:

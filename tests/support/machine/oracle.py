@@ -120,7 +120,7 @@ class Oracle(AsPlain, Player):
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
-        scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
+        scaler = torch.amp.GradScaler(self.config.device, init_scale=command.scale)
         parts = [p.part_of(command, rank) for rank in self.ranks]
         for rank, part in zip(self.ranks, parts, strict=True):
             loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank, part))
@@ -154,9 +154,9 @@ class Oracle(AsPlain, Player):
         for each in updated:
             if each.grad is not None:
                 by_dtype.setdefault(each.grad.dtype, []).append(each.grad)
-        found = torch.zeros(1)
+        found = torch.zeros(1, device=updated[0].device) if updated else torch.zeros(1)
         for gradients in by_dtype.values():
-            inverse = torch.tensor(scaler.get_scale()).double().reciprocal().float()
+            inverse = torch.tensor(scaler.get_scale()).double().reciprocal().float().to(found.device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
         return bool(found)
 

@@ -17,8 +17,8 @@ import zero
 from ..models import seeded
 from ..narrowed import PRECISIONS
 from ..plain import Clear
-from ..programs import BY_PARAMETER, CLASSES, MATRICES
 from ..two_modes import TWO_MODES
+from .classes import BY_PARAMETER, CLASSES, FOR_LOOP, MATRICES
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
@@ -40,10 +40,10 @@ class Setting(Source):
     stage: int
     world_size: int
     bucket_cap_mb: float = 0.0005
-    collective: str = "auto"
+    collective: Any = "auto"  # a name, or an algorithm
     sharding_factor: int | None = None
     reshard: bool | int = True
-    offload: bool | str = False  # states are on disk, or what a key of `ranks.OFFLOADS` says
+    offload: bool | str = False  # states are on disk, or what a key of `ranks.OFFLOADS` or `ranks.STATES` says
     units: str = ""  # at stage 3, a key of `ranks.UNIT_ARGUMENTS`
     mesh: bool = False  # ranks are those of a mesh, whose last dimension is the sharding factor
     host: bool = False  # threads connect as processes of one host do, and share memory
@@ -76,6 +76,7 @@ class Config(Source):
     inference: bool = False  # the optimizer is built in inference mode
     alias: str = ""  # first an optimizer is refused, since the first parameter shares memory with this
     dtype: str = ""  # of the whole model
+    device: str = "cpu"
     meta: bool = False  # the model is built on the meta device, and has the values of a state dict
 
     @property
@@ -92,11 +93,12 @@ class Config(Source):
 
     def model(self, seed: int) -> Tree:
         model = build(self.parts, self.width, self.integer, seed)
-        return model.to(getattr(torch, self.dtype)) if self.dtype else model
+        model = model.to(getattr(torch, self.dtype)) if self.dtype else model
+        return model if self.device == "cpu" else model.to(self.device)
 
     @property
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        return (CLASSES | BY_PARAMETER | TWO_MODES)[self.optimizer]
+        return (CLASSES | FOR_LOOP | BY_PARAMETER | TWO_MODES)[self.optimizer]
 
     def has_modes(self, model: nn.Module) -> bool:
         """Return whether the class of a param group has ``train()`` and ``eval()``."""
@@ -136,11 +138,11 @@ class Config(Source):
         self, members: list[tuple[str, nn.Parameter]], name: str, options: tuple[tuple[str, Any], ...], number: int
     ) -> dict[str, Any]:
         """Return a param group. ``name``: of its class, "" for the program's own."""
-        every = CLASSES | BY_PARAMETER | MATRICES | TWO_MODES
+        every = CLASSES | FOR_LOOP | BY_PARAMETER | MATRICES | TWO_MODES
         cls, arguments = every[name or self.optimizer]
         named = {} if cls is self.optimizer_class[0] else {"optimizer_class": cls, **arguments}
         known = cls([torch.zeros(1, 1)]).defaults
-        by_element = (name or self.optimizer) in CLASSES | TWO_MODES
+        by_element = (name or self.optimizer) in CLASSES | FOR_LOOP | TWO_MODES
         whole = not by_element or self.wholes[number % len(self.wholes)]
         chosen = {key: value for key, value in options if key in known}
         partition = "parameter" if whole else "element"

@@ -14,9 +14,9 @@ from hypothesis import given, note, seed
 from hypothesis import settings as limits
 from hypothesis import strategies as st
 
-from ..programs import BY_PARAMETER, CLASSES
 from . import program as p
 from .backends import Backend
+from .classes import BY_PARAMETER, CLASSES
 from .program import Command, Config, Setting
 from .ranks import UNIT_ARGUMENTS
 from .run import Run

@@ -22,9 +22,9 @@ from zero import CheckpointManager, Offload, ShardedAverage, ZeroOptimizer, load
 from ..errors import assert_in_order, error_of
 from ..narrowed import sum_dtypes
 from ..plain import assert_same_value
-from ..programs import BY_PARAMETER
 from ..sides import OnRank
 from . import program as p
+from .classes import BY_PARAMETER
 from .player import Player
 from .program import Config, Setting
 from .trees import Leaf, PlannedError, Tree, Wrapper
@@ -45,6 +45,7 @@ OFFLOADS = {
     "parameters on the host": Offload("cpu", parameters="cpu"),
     "stepped on the host": Offload("cpu", parameters="cpu", step="cpu"),
 }
+STATES = {"states on the host": Offload("cpu")}
 
 
 class Refusing(torch.optim.SGD):
@@ -115,7 +116,7 @@ class Rank(OnRank, Player):
         if setting.stage == 3 and self.offload_at_stage_3:
             return replace(self.offload_at_stage_3, step="cpu" if setting.offload else None)
         if isinstance(setting.offload, str):
-            return OFFLOADS[setting.offload]
+            return (OFFLOADS | STATES)[setting.offload]
         return Offload(tempfile.gettempdir()) if setting.offload else None
 
     def _build(self, model: Tree, group: Any) -> ZeroOptimizer:
@@ -341,7 +342,7 @@ class Rank(OnRank, Player):
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
-        scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
+        scaler = torch.amp.GradScaler(self.config.device, init_scale=command.scale)
         part, optimizers = p.part_of(command, self.rank), [self.optimizer]
         if part is not None:
             divisor = self.divisor if command.beside == "also" else 1

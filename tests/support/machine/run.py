@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from collectives import Transport
 
 from ..plain import assert_same_value
 from . import program as p
 from .backends import Backend, Threads
 from .oracle import Oracle
 from .program import Command, Config
+from .ranks import Rank, Saved
 
 
 class Run:
@@ -28,13 +35,13 @@ class Run:
         return self.oracle.setting
 
     def do(self, command: Command) -> None:
-        """Execute a command on both sides and compare. After a step with ``look``, compare all states, too."""
+        """Execute a command on both sides and compare, and what `followed` adds."""
         self.commands.append(command)
         needs_folder = isinstance(command, (p.RollBack, p.Load)) and command.folder
         with tempfile.TemporaryDirectory() if needs_folder else nullcontext() as folder:
             self._follow(replace(command, folder=folder) if folder is not None else command)
-        if isinstance(command, p.Step) and command.look:
-            self._follow(p.Consolidate(0))
+        for more in followed([command])[1:]:
+            self._follow(more)
 
     def _follow(self, command: Command) -> None:
         expected = self.oracle.do(command)
@@ -81,6 +88,40 @@ class Run:
         """Return source text that runs this program again."""
         commands = "".join(f"\n    {command}," for command in self.commands)
         return f"run(\n    {self.config},{commands}\n)"
+
+
+def followed(commands: Sequence[Command]) -> list[Command]:
+    """Return commands with the looks at all states after each step with ``look``."""
+    found = list[Command]()
+    for command in commands:
+        found += [command, p.Consolidate(0)] if isinstance(command, p.Step) and command.look else [command]
+    return found
+
+
+def play(config: Config, commands: Sequence[Command], group: Any) -> list[Any]:
+    """Run a whole program on a rank of a transport, a process group or a mesh; return what `Played` shows."""
+    if isinstance(group, DeviceMesh):
+        rank = group.mesh.flatten().tolist().index(dist.get_rank())
+    else:
+        rank = group.rank if isinstance(group, Transport) else dist.get_rank(group)
+    player = Rank(config, config.setting, group, rank)
+    return [*map(player.do, (*followed(commands), p.Consolidate(0))), player.close()]
+
+
+class Played(Backend):
+    """Ranks that have run a whole program without loads, by `play`."""
+
+    def __init__(self, results: Sequence[Sequence[Any]]) -> None:
+        self._results = [iter(of_rank) for of_rank in results]
+
+    def start(self, config: Config, setting: p.Setting, saved: Saved | None = None) -> None:
+        """Nothing: they have been built."""
+
+    def do(self, command: Command) -> list[Any]:
+        return self.close()
+
+    def close(self) -> list[Any]:
+        return [next(of_rank) for of_rank in self._results]
 
 
 def run(config: Config, *commands: Command, backend: Backend | None = None) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -176,6 +176,7 @@ class Tree(nn.Module):
         self.last = nn.Linear(width, 2)
 
     def forward(self, batch: Batch) -> Tensor:
+        batch = replace(batch, x=batch.x.to(self.first.weight.device))
         if integer := self.integer or batch.zeros:
             x = _with_integers(batch.x.new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch)
         else:
@@ -193,9 +194,9 @@ def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> T
     """Return ``x`` plus the sum of all elements, each times an integer from -3 to 3, or 0.0 and -0.0 in turn."""
     for parameter in parameters:
         positions = torch.arange(parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
-        factors = (positions * 5 + batch.x.detach()[0, 0].double() * 1000).round().remainder(7) - 3
+        factors = (positions * 5 + batch.x.detach().cpu()[0, 0].double() * 1000).round().remainder(7) - 3
         factors = (0.5 - positions.remainder(2)) * 0.0 if batch.zeros else factors
-        x = x + (parameter * factors.to(parameter.dtype)).sum().to(x.dtype)
+        x = x + (parameter * factors.to(parameter.device, parameter.dtype)).sum().to(x.dtype)
     return x
 
 
