@@ -45,6 +45,7 @@ WRONG = {  # words with gaps
     "train --device=tpu": "Invalid value for '--device': … 'cpu', 'cuda'",
     "train --device=cuda --ranks=1000": "--device cuda",
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
+    "train --offload=": "it must be a path … parameters=cpu,step=cpu, not ''",
     "train --offload=disk,parameters=cpu": "it must be a path … parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
     "train --offload=cpu,parameters=cpu": 'Offload(parameters="cpu") with stage 2: forwards use whole parameters',
     "train --reshard-after-forward=some": "'--reshard-after-forward': it must be true, false or a number",

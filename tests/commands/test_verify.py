@@ -104,6 +104,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
         "collective is <lambda>, which other processes cannot import by name",
     ),
     ({"prefetch_depth": 2, "stages": (1, 2)}, "prefetch_depth=2 with stage 2: no unit is gathered: leave it out"),
+    ({"units": 3}, "units must be a function of a module that returns a bool, not 3"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
     ({"offload": ON_HOST}, 'Offload(parameters="cpu") with stage 0: forwards use whole parameters where they lie'),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),

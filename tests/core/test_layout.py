@@ -22,10 +22,12 @@ from zero.core.layout import (
     CUT_EVERY,
     BucketSpec,
     Dtypes,
+    EvenCuts,
     Layout,
     OwnerCuts,
     ParameterSpec,
     Piece,
+    Slot,
     share_blocks,
     step_work,
 )
@@ -512,3 +514,33 @@ def test_at_most_the_root_two_units_and_what_stays_for_the_backward_are_gathered
     exposed = peak_bounds(layout, stage_of(3), None, stays, shards_are_exposed=True)
     assert exposed["scratch_peak"] - found["scratch_peak"] == 4 * (16 + 64 + 128) // 4
     assert peak_bounds(layout, stage_of(2), None, stays)["gathered_peak"] == 0
+
+
+def test_an_invalid_bucket_or_layout_cannot_be_built() -> None:
+    good = BucketSpec(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, EvenCuts(32, 2, 16))
+    bad_buckets: list[dict[str, Any]] = [
+        *[{"cuts": cuts} for cuts in (EvenCuts(48, 2, 16), OwnerCuts(32, 2, (0, 1), (16, 16)))],
+        *[{"cuts": cuts, "numel": cuts.numel} for cuts in (EvenCuts(16, 2, 16), EvenCuts(40, 1, 8))],
+        {"slots": (Slot(0, 16, 5),)},
+        *[{"slots": (Slot(0, 0, 5), Slot(1, *second))} for second in ((0, 7), (8, 7), (16, 17))],
+        {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
+        {"device": "cuda:0"},
+    ]
+    for change in bad_buckets:
+        with pytest.raises(ValueError, match="bucket 0"):
+            replace(good, **change)
+    layout = build([spec("a", (20,)), spec("b", (5,))], 2, 1)
+    first, second = layout.buckets
+    bad_layouts: list[tuple[dict[str, Any], str]] = [
+        ({"buckets": (first,)}, "exactly one slot"),
+        ({"buckets": (first, second, second)}, "exactly one slot"),
+        ({"parameters": layout.parameters[:1]}, "exactly one slot"),
+        ({"world_size": 3}, "cut for 2 ranks, not 3"),
+        ({"parameters": (spec("a", (21,)), spec("b", (5,)))}, "slot of a"),
+        ({"parameters": (spec("a", (20,)), spec("b", (5,), PLAIN[0]))}, "slot of b"),
+    ]
+    for change, words in bad_layouts:
+        with pytest.raises(ValueError, match=words):
+            replace(layout, **change)
+    with pytest.raises(ValueError, match="world size"):
+        build([], 0, 1)
