@@ -98,19 +98,20 @@ class GlooPool:
         chosen = tuple(ranks)
         results: dict[int, Any] = {}
         errors: dict[int, tuple[str, str, str]] = {}
+        group = self._started()
         try:
-            group = self._started()
             for rank in chosen:
                 group.pipes[rank].send((program.__module__, program.__name__, chosen, arguments))
             end = time.monotonic() + limit
             for rank in chosen:
                 kind, value = group.hear(rank, max(0.0, end - time.monotonic()))
                 (results if kind == "result" else errors)[rank] = value
-        except (TimeoutError, EOFError) as error:
+        except TimeoutError:
             self.stop()
-            if isinstance(error, TimeoutError):
-                raise
-            raise RuntimeError("a process of the pool died") from None
+            raise
+        except (EOFError, ConnectionResetError):
+            self.stop()
+            raise RuntimeError(f"the process of rank {rank} died") from None
         if errors:
             if any("no answer from rank" in message for _, message, _ in errors.values()):
                 self.stop()  # gloo closes a group's connections when a time limit passes
@@ -126,8 +127,12 @@ class GlooPool:
     def _started(self) -> Group:
         if self._group is None:
             self._group = Group(_serve, self._size, (self._backend, self._size), self._start_method)
-            for rank in range(self._size):
-                self._group.hear(rank, 120)
+            try:
+                for rank in range(self._size):
+                    self._group.hear(rank, 120)
+            except (TimeoutError, EOFError):
+                self.stop()  # the next program starts them anew
+                raise
         return self._group
 
 
