@@ -376,11 +376,8 @@ class _NewStates:
         return self._parts.stage.update_interval(bucket, self._parts.shard_group.rank)
 
     def _names(self, bucket: BucketSpec) -> list[str]:
-        """Return the names of the tensors that are kept for a bucket. Frozen ones have none until a step."""
-        member = self._layout.members(bucket)[0]
-        if not member.trainable:
-            return []
-        inner = self._parts.user_optimizers[member.optimizer_class]
+        """Return the names of the tensors that are kept for a bucket."""
+        inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
         masters = bucket.dtypes.has_master and not (bucket.on_accelerator or bucket.offloaded)
         return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
 

@@ -91,6 +91,7 @@ class Disk:
         self._paths: dict[int, Path] = {}
         self._locks: dict[int, int] = {}  # descriptor -> rank
         self.failing: list[Callable[[Call], int | None]] = []
+        self.failed: list[Call] = []  # by `fail_when`
         self.dead: set[int] = set()
         self._open = files.opened
         monkeypatch.setattr(files, "opened", self._opened)
@@ -119,6 +120,7 @@ class Disk:
                 return None
             seen[0] += 1
             fails = seen[0] > skip and (most is None or seen[0] <= skip + most)
+            self.failed += [call] if fails else []
             return number if fails else None
 
         self.failing.append(failing)

@@ -88,7 +88,8 @@ FAULTS: dict[str, Fault] = {
         warns=True,
     ),
     "no quota": Fault(lambda call: call.name == "reserve", NO_ROOM, number=errno.EDQUOT),
-    **{f"call {skip} of rank {rank}": at_call(rank, skip) for rank in range(WORLD) for skip in range(0, 60, 5)},
+    **{f"call {skip} of rank 0": at_call(0, skip) for skip in range(0, 170, 13)},
+    **{f"call {skip} of rank 1": at_call(1, skip) for skip in range(0, 46, 5)},
 }
 
 
@@ -125,7 +126,10 @@ def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one
             assert (said == "nothing" and not blocking) or re.search(fault.words, said), said
             training.on_rank_0(disk.failing.clear)
             steps = checkpoints.all_steps()
-            assert steps == list(fault.left) if fault.left else (1 if said != "nothing" else 2) in steps
+            if fault.left is not None:
+                assert steps == list(fault.left)
+            else:
+                assert (2 if said == "nothing" else 1) in steps
             assert fault.warns or zero.open_checkpoint(step_folder(folder, steps[0])).state == {"n": steps[0]}
             training.optimizer.exchange(b"")
             checkpoints.save(3)
@@ -134,8 +138,13 @@ def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one
 
     with told() as messages:
         first, second = on_threads(WORLD, program, timeout=PATIENT)  # for which a rank would wait that is not told
+    assert disk.failed
     assert (first == "nothing") is (second == "nothing")
-    assert fault.left is None or len([text for text in messages if "step" in text]) == fault.warns, messages
+    warned = sum("step" in text for text in messages)
+    if fault.left is not None:
+        assert warned == fault.warns, messages
+    else:  # what fails behind the commit is one warning or none
+        assert (warned <= 1) if first == "nothing" else (warned == WORLD), messages
     written = [call for call in disk.calls if call.name == "write_at" and call.path.suffix == ".safetensors"]
     assert fault.words != NO_ROOM or all(".tmp-step-00000003" in str(call.path) for call in written)
     assert entries(folder) == names(3)

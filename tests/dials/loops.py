@@ -118,10 +118,11 @@ FAILS = {  # on all ranks, in the user's code
     "optimizer.clip_grad_norm_(1e-3), optimizer.step()])": ERROR,
 }
 ONE_FAILS = [  # in its backward; all go on to zero_grad(), then fail
-    f"[within(contextlib.suppress(ZeroDivisionError), lambda: {fails}), optimizer.zero_grad(), 1 // 0]"
+    f"[fired := [], within(contextlib.suppress(ZeroDivisionError), lambda: {fails}), optimizer.zero_grad(), "
+    "1 // (rank and not fired)]"
     for fails in (
-        "within(p.register_hook(lambda _: 1 // 0 if rank else None), backward)",
-        "in_backward(lambda: 1 // 0 if rank else None)",
+        "within(p.register_hook(lambda _: (rank and (fired.append(1) or 1 // 0)) or None), backward)",
+        "in_backward(lambda: (rank and (fired.append(1) or 1 // 0)) or None)",
     )
 ]
 ALONE = {"world_size": 1}

@@ -1,12 +1,12 @@
 """`python -m tests.mutants`: random mutants of the library, each judged by the tests that reach its line.
 
     --map [ARGUMENTS of pytest]           run the default tests, and note which lines each reaches
-    --map-further [ARGUMENTS of pytest]   run those that have not passed in a --map, and note their lines, too
     --changed-since C --map               likewise, of the files that are not as in the commit C
+    --map-further [ARGUMENTS of pytest]   run those that have not passed in the last --map, and note their lines, too
     --draw 60 --seed 7                    draw mutants of lines that tests reach, and judge them
     --draw 60 --seed 7 --changed-since C  draw them of functions that are not as in the commit C
     --draw 400 --seed 7 --to FILE         write them into a file
-    --judge FILE                          judge those of a file, by the tests of the last --map
+    --judge FILE                          judge those of a file, by the tests of the last --map and what followed it
 
 Each mutant runs its tests in a fork, the likeliest first, until one fails. A mutant survives if none does, or if a
 fork hangs without a time limit of a test. Mutants of lines that no test reaches are drawn never, and survive --judge.
@@ -122,6 +122,9 @@ def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], op
             print(f"\n{name} {remark}\n    {describe(Site.of(name))}")
     if options.results is not None:
         options.results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
+    if options.draw is not None and counts["all", "stale"]:
+        print(f"\n{counts['all', 'stale']} are stale, which were drawn of this tree")
+        return 1
     killed, fit = counts["all", "killed"], len(outcomes) - counts["all", "stale"]
     if fit >= FEW and killed < options.at_least * fit:
         print(f"\n{killed} of {fit} are killed: at least {options.at_least:.0%} must be")

@@ -261,18 +261,6 @@ def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
 
 
-@pytest.mark.usefixtures("copied_from_the_host")
-def test_frozen_parameters_reserve_no_memory_of_the_host() -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 16, bias=False))
-    model[0].requires_grad_(False)
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, offload=HOST)
-    model(torch.ones(1, 64)).sum().backward()
-    optimizer.step()
-    told = optimizer.describe()
-    assert told.offloaded_bytes == 2 * 4 * 64 * 16
-    assert told.bytes["optimizer"] == told.formula_bytes["optimizer"]
-
-
 def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime, gpu = Mock(), torch.device("cuda", 1)
     runtime.cudaHostRegister.side_effect = (0, 2)

@@ -242,8 +242,8 @@ class MemoryPlan:
         )
         masters_move = on_disk and not bucket.on_accelerator
         room = max(high - low, int(on_disk)) * itemsize  # of a tensor that is reserved
-        offloaded = states.tensors * room if setting.offload and (trainable or states.at_construction) else 0
-        offloaded += room if masters_move and bucket.dtypes.has_master and trainable else 0
+        offloaded = states.tensors * room if setting.offload else 0
+        offloaded += room if masters_move and bucket.dtypes.has_master else 0
         kept, wide = found.gradients + found.parameters, 0
         staged = offloaded
         scalars = found.scalars

@@ -253,7 +253,6 @@ class Rank(OnRank, Player):
         named |= {"rank": self.rank, "group": self.group, "contextlib": contextlib}
         named |= {
             "torch": torch,
-            "contextlib": contextlib,
             "copy": copy,
             "pickle": pickle,
             "model": self.model,

@@ -115,13 +115,14 @@ class Played(Backend):
         self._results = [iter(of_rank) for of_rank in results]
 
     def start(self, config: Config, setting: p.Setting, saved: Saved | None = None) -> None:
-        """Nothing: they have been built."""
+        """Assert that each rank has run it."""
+        assert len(self._results) == setting.world_size
 
     def do(self, command: Command) -> list[Any]:
         return self.close()
 
     def close(self) -> list[Any]:
-        return [next(of_rank) for of_rank in self._results]
+        return [next(of_rank) for of_rank in self._results]  # what a rank lacks is an error
 
 
 def run(config: Config, *commands: Command, backend: Backend | None = None) -> None:

@@ -1,0 +1,1 @@
+"""Samplers under the workers of a `DataLoader`."""
