@@ -91,6 +91,7 @@ USES = (  # of a parameter outside of its unit
     "torch.autograd.grad(p, p, torch.ones(4, 3))",
     "torch.autograd.backward(torch.ones(4, 3, requires_grad=True), p, inputs=[p])",
     "p.expand_as(p)",
+    "p.view_as(p)",
 )
 PUTS = ("setattr(p, 'data', torch.ones(4, 3))", "torch.nn.utils.vector_to_parameters(torch.ones(12), [p])")
 PRINTED = "<Parameter 'first.weight', released (values inside optimizer.gathered()): shape (4, 3), torch.float32, cpu"
