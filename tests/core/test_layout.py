@@ -31,6 +31,7 @@ from zero.core.layout import (
     share_blocks,
     step_work,
 )
+from zero.core.runs import part_begins
 from zero.core.stage import STAGES, stage_of
 
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -544,3 +545,8 @@ def test_an_invalid_bucket_or_layout_cannot_be_built() -> None:
             replace(layout, **change)
     with pytest.raises(ValueError, match="world size"):
         build([], 0, 1)
+
+
+def test_a_run_is_cut_into_parts_and_one_without_elements_has_one() -> None:
+    cut = {(3, 3, None): [3], (3, 4, None): [3], (3, 10, None): [3], (3, 10, 4): [3, 7], (3, 3, 4): [3]}
+    assert {run: [*part_begins(*run)] for run in cut} == cut
