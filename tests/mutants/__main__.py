@@ -2,11 +2,10 @@
 
     --map [ARGUMENTS of pytest]           run the default tests, and note which lines each reaches
     --changed-since C --map               likewise, of the files that are not as in the commit C
-    --map-further [ARGUMENTS of pytest]   run those that have not passed in the last --map, and note their lines, too
     --draw 60 --seed 7                    draw mutants of lines that tests reach, and judge them
     --draw 60 --seed 7 --changed-since C  draw them of functions that are not as in the commit C
     --draw 400 --seed 7 --to FILE         write them into a file
-    --judge FILE                          judge those of a file, by the tests of the last --map and what followed it
+    --judge FILE                          judge those of a file, by the tests of the last --map
 
 Each mutant runs its tests in a fork, the likeliest first, until one fails. A mutant survives if none does, or if a
 fork hangs without a time limit of a test. Mutants of lines that no test reaches are drawn never, and survive --judge.
@@ -34,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="How many mutants do tests kill?")
     parser.add_argument("--map", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="run pytest, and note lines")
-    parser.add_argument("--map-further", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="run what has not passed")
     parser.add_argument("--draw", type=int, metavar="N", help="draw mutants")
     parser.add_argument("--seed", default="0", help="any text: it decides which are drawn")
     parser.add_argument("--changed-since", metavar="COMMIT", help="draw of functions that changed")
@@ -45,20 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--at-least", type=float, default=0.0, metavar="PART", help="fail if fewer are killed")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     options = parser.parse_args(arguments)
-    if [options.map, options.map_further, options.draw, options.judge].count(None) != 3:
-        parser.error("say one of --map, --map-further, --draw and --judge")
+    if [options.map is not None, options.draw is not None, options.judge is not None].count(True) != 1:
+        parser.error("say one of --map, --draw and --judge")
     from . import lines
 
     among = None if options.changed_since is None else changed_lines(options.changed_since)
-    if options.map is not None or options.map_further is not None:
+    if options.map is not None:
         if among is not None:
             os.environ[lines.FILES] = " ".join(among) or "none"
-        if options.map_further is not None:
-            os.environ[lines.FURTHER] = "1"
-        for old in lines.FOLDER.glob("lines-*" if options.map_further is None else "lines-further-*"):
+        for old in lines.FOLDER.glob("lines-*"):
             old.unlink()
-        arguments = options.map or options.map_further or ()
-        return subprocess.run([sys.executable, "-m", "pytest", "-p", "tests.mutants.lines", *arguments]).returncode
+        return subprocess.run([sys.executable, "-m", "pytest", "-p", "tests.mutants.lines", *options.map]).returncode
     if among == {}:
         print(f"no function differs from {options.changed_since}")
         return 0
@@ -89,6 +84,7 @@ def drawn(
 
 
 def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], options: argparse.Namespace) -> int:
+    """Judge mutants, and print the outcome: the survivors, and the numbers by room."""
     from ..support.processor import spare_matrix_unit
     from ..zoo import forked
 

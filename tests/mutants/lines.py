@@ -1,4 +1,7 @@
-"""A pytest plugin (``-p tests.mutants.lines``) that notes which lines of the library each test runs, and how long."""
+"""A pytest plugin (``-p tests.mutants.lines``) that notes which lines of the library each test runs, and its seconds.
+
+Knows: coverage, and files of one folder, one for each process of pytest. Does not know: mutants.
+"""
 
 from __future__ import annotations
 
@@ -16,26 +19,20 @@ from coverage import Coverage, CoverageData
 from ..zoo.live import ROOT
 
 FOLDER = Path(os.environ.get("TESTS_MUTANTS_LINES", ROOT / ".mutants"))  # git ignores it
-FURTHER = "TESTS_MUTANTS_FURTHER"  # set: tests that have passed are left out, and the lines are added to theirs
 FILES = "TESTS_MUTANTS_FILES"  # whose lines are noted; a test runs the others as fast as without the plugin
 
 
 class Lines:
+    """The lines of the tests of one process."""
+
     def __init__(self, name: str) -> None:
         FOLDER.mkdir(exist_ok=True, parents=True)
-        self._file = FOLDER / f"lines-{'further-' if os.environ.get(FURTHER) else ''}{name}"
+        self._file = FOLDER / f"lines-{name}"
         include = [str(ROOT / pattern) for pattern in os.environ.get(FILES, "zero/* collectives/*").split()]
         self._coverage = Coverage(str(self._file), config_file=False, include=include, concurrency="thread")
         self._coverage.start()
         self._seconds: dict[str, float] = {}
         self._left_out: set[str] = set()  # tests that failed or were skipped
-
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if os.environ.get(FURTHER):
-            passed = passing()
-            left_out = [item for item in items if item.nodeid.removeprefix("tests/") in passed]
-            items[:] = [item for item in items if item.nodeid.removeprefix("tests/") not in passed]
-            config.hook.pytest_deselected(items=left_out)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
@@ -64,17 +61,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Lines("main" if worker is None else worker["workerid"]))
 
 
-def passing() -> dict[str, float]:
-    """Return the tests that have passed, and their seconds."""
-    return {test: took for noted in FOLDER.glob("lines-*.json") for test, took in json.loads(noted.read_text()).items()}
-
-
 def reaching() -> dict[str, dict[int, list[str]]]:
     """Return the tests that reach each line of each file: first those that are fast and reach few lines."""
-    seconds = passing()
+    seconds: dict[str, float] = {}
     found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     count: Counter[str] = Counter()
     for noted in FOLDER.glob("lines-*.json"):
+        seconds |= json.loads(noted.read_text())
         data = CoverageData(str(noted.with_suffix("")))
         data.read()
         for file in data.measured_files():

@@ -177,14 +177,11 @@ class _Forks:
             os._exit(0)
 
     def _chosen(self, trial: Trial) -> Iterator[pytest.Item]:
-        """Yield the tests of a trial that were collected. A row of the default run may be none of those of all rows."""
-        found = False
         for test in trial.tests:
             cases = [item for name, item in self._items.items() if name == test or name.partition("[")[0] == test]
-            found = found or bool(cases)
+            if not cases:
+                raise live.StaleError(f"there is no {test}")
             yield from cases
-        if not found:
-            raise live.StaleError(f"there is no {trial.tests[0]}")
 
     def _tell(self, **facts: Any) -> None:
         os.write(self._pipe, json.dumps(facts).encode())
