@@ -22,6 +22,7 @@ STALE = 5  # bugs that may be stale
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
+    os.environ.setdefault("TESTS_ROWS", "all")  # some killers are not in the default run
     from ..support.processor import spare_matrix_unit
     from . import forked
     from .live import bugs
