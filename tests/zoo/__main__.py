@@ -22,7 +22,7 @@ STALE = 5  # bugs that may be stale
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
-    os.environ.setdefault("TESTS_ROWS", "all")  # some killers are not in the default run
+    os.environ.setdefault("TESTS_ROWS", "all")  # the default run leaves out some killers
     from ..support.processor import spare_matrix_unit
     from . import forked
     from .live import bugs
