@@ -2,8 +2,8 @@
 
 Processor seconds are those of the command and of all processes below it that were waited for. They depend less on what
 else the machine does than minutes do, yet one commit took 1.7 times as many on a day on which the host was slow. So
-a fixed piece of work is timed before and after each step, and a budget is in seconds of a machine that takes
-`REFERENCE` for it. A step above its budget fails, also if its command succeeds.
+a fixed piece of work is timed before, while and after a step runs, and a budget is in seconds of a machine that takes
+`REFERENCE` for it, in the median. A step above its budget fails, also if its command succeeds.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import ast
 import inspect
 import os
 import resource
+import statistics
 import subprocess
 import sys
 import time
 
 REFERENCE = 0.25  # processor seconds of `work` in each of two processes, on the machine of the budgets
+BETWEEN = 20.0  # seconds between two times of `work`
 
 
 def work() -> None:
@@ -49,11 +51,22 @@ def slowness() -> float:
     return (used() - before) / 2 / REFERENCE
 
 
+def ended(child: subprocess.Popen[bytes]) -> int | None:
+    """Wait for a process for `BETWEEN` seconds, and return its status if it has ended."""
+    try:
+        return child.wait(BETWEEN)
+    except subprocess.TimeoutExpired:
+        return None
+
+
 def main(name: str, budget: str, *command: str) -> int:
-    begin, slow, before = time.monotonic(), slowness(), used()
-    code = subprocess.run(command).returncode
-    seconds = used() - before
-    slow = (slow + slowness()) / 2
+    begin, before, found = time.monotonic(), used(), [slowness()]
+    child = subprocess.Popen(command)
+    while (code := ended(child)) is None:
+        found.append(slowness())
+    found.append(slowness())
+    seconds = used() - before - sum(found) * 2 * REFERENCE  # without those of `slowness`
+    slow = statistics.median(found)
     wall = time.monotonic() - begin
     print(
         f"step {name}: {seconds:.0f} processor seconds, {seconds / slow:.0f} of {budget} on the machine of the budgets "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -70,7 +71,7 @@ class Dial:
 
     Attributes:
         values: by name, what a value changes in a program; of a dial of loops, the commands. The first is usual.
-        first: how many of them the default run pairs with those of other dials; twice as many if it takes all rows.
+        first: how many of them the default run pairs with those of other dials; half as many more if it takes all rows.
         needs: whether values of a row go together with a value of this dial that is not the usual one.
         refused: what cannot be.
         differs: what ranks may not give differently.
@@ -88,9 +89,9 @@ class Dial:
     @property
     def names(self) -> list[str]:
         """The names of the values that are paired in this run."""
-        return list(self.values)[: None if EVERY else 2 * self.first if ALL else self.first]
+        return list(self.values)[: None if EVERY else self.first * 3 // 2 if ALL else self.first]
 
-    @property
+    @cached_property
     def usual(self) -> str:
         return next(iter(self.values))
 

@@ -170,8 +170,8 @@ class Player:
                 for rank in self.ranks:
                     if step < command.of(rank):
                         self._micro_batch(rank, p.Backward(command.seed + step))
-                for number in (0, 1) if command.sets else ():
-                    self._set(p.SetGrad(number, command.seed, none=number == 1), alike=True)
+                for number in (0, 6) if command.sets else ():  # 6: a scalar, as formulas know no runs of unlike states
+                    self._set(p.SetGrad(number, command.seed, none=number == 6), alike=True)
                 self.clip(1.0)
                 self.step()
                 self.clear("zero_grad")
