@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from ..dials import DIALS
 from ..dials.loops import steps
 from ..dials.record import config_of, config_with
-from ..laws.space import ROWS, allowed, program_of
+from ..laws.space import allowed, program_of
 from ..support.machine import program as p
 from ..support.machine.program import Command, Config, Load
+from ..support.pairs import pair_rows
 from ..support.pool import SIZE
 
+ROWS = pair_rows({dial.name: [*dial.values][: 2 * dial.first] for dial in DIALS}, allowed)
 HOW = ({}, {"full": True}, {"folder": p.FOLDER})
 OF_A_SETTING = ("stage", "ranks", "bucket_cap_mb", "collective", "sharding_factor", "offload", "units", "reshard")
 

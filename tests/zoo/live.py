@@ -73,7 +73,10 @@ def compile_into_live_functions(tree: ast.Module, file: str, changed: list[ast.F
     codes = _by_key(compile(ast.fix_missing_locations(tree), file, "exec"))
     places = {_key(node) for node in changed}
     count = 0
-    for function in gc.get_objects():
+    gc.unfreeze()  # `get_objects` leaves out what is frozen
+    objects = gc.get_objects()
+    gc.freeze()
+    for function in objects:
         if type(function) is FunctionType and function.__code__.co_filename == file:
             key = (function.__code__.co_name, function.__code__.co_firstlineno)
             if key in places and codes[key].co_freevars == function.__code__.co_freevars:
