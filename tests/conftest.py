@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .support.pool import GlooPool
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
-for _name, _examples in (("default", 10), ("full", 40), ("ci", 20), ("thorough", 400)):
+for _name, _examples in (("default", 10), ("full", 40), ("ci", 12), ("thorough", 400)):
     settings.register_profile(
         _name, deadline=None, max_examples=_examples, derandomize=True, suppress_health_check=_SLOW
     )
