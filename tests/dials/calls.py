@@ -61,8 +61,12 @@ OF_CALLS = {
     **{
         "[m := torch.nn.Linear(2, 2), m(torch.ones(1, 2)).sum().backward(), "
         f"ZeroOptimizer(m, stage={stage}, process_group=solo()).step()]": "was assigned from outside … set it to None"
-        for stage in (0, 1, 2)
+        for stage in (0, 1, 2, 3)
     },
+}
+EXACT_SUMS = {
+    "1 / (optimizer.sum_over_ranks(2**60 + rank) == 3 * 2**60 + 3)": "nothing",
+    "1 / (optimizer.sum_over_ranks((1e300, 1.0, -1e300)[rank]) == 1.0)": "nothing",
 }
 DIALS = (
     Dial(
@@ -70,6 +74,7 @@ DIALS = (
         values={},
         moments=[
             Moment(OF_CALLS),
+            Moment(EXACT_SUMS, stages=(2,), changes={"world_size": 3}),
             Moment(
                 {"(setattr(optimizer, 'divisor', 2 + rank), optimizer.step())": "divisor … is 2 on rank 0, but 3 on"},
                 after=[p.Divide(2), p.Step(), p.ZeroGrad()],

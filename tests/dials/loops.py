@@ -37,6 +37,7 @@ def clears(how: p.Clear) -> Sequence[Command]:
     return [
         *(*step(1, clear=how), *step(2, clear=how, last=False), *dropped),
         *(*step(3, clear=how), *held, *step(4), *step(6)),
+        *(p.Backward(8, "zeros"), p.Clip(0.5), p.Step(), p.ZeroGrad(how), *step(9)),
     ]
 
 
@@ -171,6 +172,7 @@ IN_JOIN = {
 RELOAD = "all ranks call optimizer.reload() before the model or the optimizer is used"
 LENT = {
     "optimizer.offload()": "nothing",
+    "kept()": RELOAD,
     "backward()": RELOAD,
     "optimizer.step()": RELOAD,
     "optimizer.zero_grad()": RELOAD,
@@ -422,6 +424,28 @@ DIALS = (
                 )
                 for stage, (name, call) in enumerate(ASSIGNED.items())
             ),
+            Moment(
+                {"[backward(), 1 / p.grad.equal(optimizer.full_grad(p))]": "nothing"},
+                [p.Divide(5), p.Backward(1)],
+                [p.ZeroGrad(), p.Divide(2)],
+                (0,),
+            ),
+            Moment(
+                {"[g := p.grad, backward(), optimizer.clip_grad_norm_(1.0), 1 / (p.grad is g)]": "nothing"},
+                after=[p.ZeroGrad()],
+                stages=(0,),
+                changes=ALONE,
+            ),
+            Moment(
+                {
+                    "within(p.register_post_accumulate_grad_hook(lambda q: q.grad.sum()), backward)": (
+                        "'first.weight' … register it by p.register_hook, … or read it"
+                    )
+                },
+                [],
+                [p.ZeroGrad()],
+                (0, 1, 2),
+            ),
             Moment({"model.to('cpu').float()": "nothing"}, after=[p.Clip(0.5), p.Step(), p.ZeroGrad()]),
             Moment(  # a rank that has caught up shows what the others added
                 {"1 / p.grad.equal(optimizer.full_grad(p))": "nothing"},
@@ -458,7 +482,19 @@ DIALS = (
             and (row["look"] != "lend" or "zeros" not in row["loop"])
         ),  # zeros that no step used do not move
         moments=[
-            Moment(LENT, steps(1)),
+            Moment(LENT, [*steps(1), p.Keep(60)]),
+            *(
+                Moment(
+                    {
+                        "optimizer.offload()": "nothing",
+                        **dict.fromkeys(("model.state_dict()", "p.sum()"), f"is {where}"),
+                        "optimizer.reload()": "nothing",
+                    },
+                    steps(1),
+                    stages=stages,
+                )
+                for stages, where in (((0, 1, 2), "on the host"), ((3,), "released"))
+            ),
             Moment(
                 {"optimizer.offload()": "offload() with gradients, which do not move: call zero_grad() first"},
                 after=[p.ZeroGrad(), p.Lend()],
@@ -476,6 +512,22 @@ DIALS = (
             ),
             Moment(AVERAGES, [*steps(1), p.Average(), p.Average()]),
             Moment(MODES, [p.Consolidate(0)], [p.ZeroGrad()], (1, 2, 3), WITH_MODES),
+            Moment(
+                {"kept()": "modified by an inplace operation"},
+                [*steps(1), p.Keep(60), p.Modes(2)],
+                [p.ZeroGrad()],
+                (3,),
+                WITH_MODES | ALONE,
+            ),
+            Moment(
+                {
+                    "[sent := optimizer.traffic.control_sent, optimizer.train(), "
+                    "1 / (optimizer.traffic.control_sent == sent)]": "nothing"  # it is in this mode
+                },
+                changes=WITH_MODES,
+                after=[p.ZeroGrad()],
+                stages=(2,),
+            ),
             Moment(FULL_STATES, steps(1)),
             Moment(STATES, steps(1), changes={"world_size": 4}),
         ],

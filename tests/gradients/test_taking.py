@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer
 from zero.gradients.grad_publisher import ShardedGradient
 
 from ..dials.loops import DIALS
@@ -19,6 +18,7 @@ from ..support.limits import BOUND
 from ..support.machine.run import run
 from ..support.plain import assert_same_model, assert_same_value
 from ..support.rows import rows
+from ..support.small import with_sgd
 
 LOOPS: Any = DIALS[0].values
 pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
@@ -43,10 +43,6 @@ class Chain(nn.Module):
         for name in order:
             y = (y * self.get_parameter(name)).sin()
         return y.sum()
-
-
-def with_sgd(model: nn.Module, transport: Transport | None = None, **given: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(model, torch.optim.SGD, process_group=transport or solo(), lr=0.1, **given)
 
 
 def raising(_: Tensor) -> None:
@@ -74,7 +70,7 @@ def test_a_backward_that_raised_and_is_repeated_adds_no_gradient_twice(then: str
 
     plain, model = Chain(), Chain()
     loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    loop(model, with_sgd(model, stage=2))
+    loop(model, with_sgd(model, solo(), stage=2))
     assert_same_model(model, plain)
 
 
@@ -114,7 +110,7 @@ def test_an_edit_by_a_hook_counts_as_in_the_plain_loop_and_what_was_taken_is_ref
         optimizer.step()
 
     plain, model = Chain(), Chain()
-    optimizer = with_sgd(model, stage=2)
+    optimizer = with_sgd(model, solo(), stage=2)
     loop(plain, torch.optim.SGD(plain.parameters(), lr=0.1), "b")
     loop(model, optimizer, "b")
     assert_same_model(model, plain)
@@ -127,12 +123,12 @@ def test_an_edit_by_a_hook_counts_as_in_the_plain_loop_and_what_was_taken_is_ref
 @pytest.mark.parametrize("how", ["closed", "built again"])
 def test_no_gradient_of_a_backward_that_raised_is_left_to_the_next_optimizer(how: str) -> None:
     model = Chain()
-    optimizer = with_sgd(model, stage=2)
+    optimizer = with_sgd(model, solo(), stage=2)
     fail(model, "abc", 0.5)
     assert not isinstance(model.b.grad, ShardedGradient)
     if how == "closed":
         optimizer.close()
-    again = with_sgd(model, stage=2)
+    again = with_sgd(model, solo(), stage=2)
     assert [parameter.grad for parameter in model.parameters()] == [None] * 3
     model("abc", 0.5).backward()
     again.step()
@@ -144,7 +140,7 @@ def test_a_hook_may_set_the_divisor() -> None:
 
     plain, model = Chain(), Chain()
     plain("abc", 0.5).backward()
-    optimizer = with_sgd(model, stage=0)
+    optimizer = with_sgd(model, solo(), stage=0)
     with model.b.register_post_accumulate_grad_hook(set_divisor):
         model("abc", 0.5).backward()
     assert_same_value([p.grad for p in model.parameters()], [p.grad for p in plain.parameters()], "gradients")

@@ -35,9 +35,6 @@ from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 GPU = torch.device("cuda", 1)
 
 
-# -- several devices ---------------------------------------------------------------------------------------------------
-
-
 def spec(name: str, device: str, trainable: bool = True) -> ParameterSpec:
     return ParameterSpec((name,), (2,), (1,), Dtypes.all(torch.float32), device, trainable, 0, 0)
 
@@ -64,8 +61,6 @@ def test_what_is_trained_on_two_devices_is_refused_before_anything_moves() -> No
         assert message.endswith("would gather units in an order that differs between ranks")
 
 
-# -- streams -----------------------------------------------------------------------------------------------------------
-
 _HERE = threading.local()  # the current stream of each rank, which is a thread, and whether it captures
 
 
@@ -87,38 +82,6 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: getattr(_HERE, "captures", False))
 
-
-@pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2), (3, 1), (3, 2)])
-def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(stage: int, world_size: int) -> None:
-    """At stages 0 to 2 a forward is the user's own: no code of the library runs in it."""
-
-    def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
-        waits: list[tuple[str, str]] = []
-        forward, backward, update, clear = (Stream(name, waits) for name in ("forward", "backward", "step", "clear"))
-        _HERE.current, model = forward, Net()
-        optimizer = zero(model, transport, stage)
-        for _ in range(2):
-            _HERE.current = forward
-            loss = loss_of(model, INPUTS)
-            _HERE.current = backward
-            loss.backward()
-            _HERE.current = update
-            optimizer.step()
-            _HERE.current = clear
-            optimizer.zero_grad()
-        optimizer.close()
-        return waits, model
-
-    later = [("step", "backward"), ("clear", "step")]
-    between = [("forward", "clear"), ("backward", "forward")] if stage == 3 else [("backward", "clear")]
-    expected = [("backward", "forward"), *later, *between, *later]  # the first backward waits for the construction
-    for waits, model in on_threads(world_size, program, timeout=20):
-        assert waits == expected
-        assert_same_model(model, plain(2))
-
-
-# -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
 ACTS: dict[str, Callable[[nn.Module, ZeroOptimizer], Any]] = {
     "backward": lambda model, _: loss_of(model, INPUTS).backward(),
@@ -157,9 +120,6 @@ def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None
         assert_same_model(model, plain(1))
 
 
-# -- models without memory ---------------------------------------------------------------------------------------------
-
-
 def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> str:
     """Return the device on which the optimizer places a model from the meta device, on a machine with a second GPU."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
@@ -184,13 +144,6 @@ def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: 
     """Unless a default device was set, even the CPU. If only gloo is available, it is placed on the CPU."""
     for found in gloo.run(everywhere, ranks=range(SIZE)):
         assert found == ["cuda:1", "cpu", "cpu"] * 2
-
-
-def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
-    assert lands(None, "nccl", nullcontext()) == "cpu"
-    model = nn.Sequential(nn.Linear(2, 2, device="meta"))
-    zero(model, solo()).close()
-    assert model[0].weight.device.type == "cpu"
 
 
 def test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four() -> None:

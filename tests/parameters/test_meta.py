@@ -105,21 +105,6 @@ def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: i
     on_threads(2, program)
 
 
-def test_a_safetensors_file_is_read_where_it_lies(tmp_path: Path) -> None:
-    expected = seeded(3, net).state_dict()
-    names = list(expected)
-    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
-    for file, part in zip(files, (names[:7], names[7:]), strict=True):
-        save_file({name: expected[name] for name in part}, file)
-    model = on_meta()
-    for name, value in values_of(model, zero(model, init_state_dict=files)).items():
-        assert_same_bits(value, expected[name])
-    with pytest.raises(ValueError, match="cannot be read"):
-        zero(on_meta(), init_state_dict=tmp_path / "missing.safetensors")
-    with pytest.raises(ValueError, match=r"a.safetensors has '.*', which another file has, too"):
-        zero(on_meta(), init_state_dict=[files[0], files[0]])
-
-
 @pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
 def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
     """Of eight units, each with one bucket, at most two have whole tensors at once, whichever are updated."""
@@ -197,8 +182,6 @@ def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: in
         assert "module '6'" in said
 
 
-# -- state dicts under other names, and with several tensors as one ---------------------------------------------------
-
 PARTS = ("old.q.weight", "old.k.weight", "old.v.weight")
 FUSE = {
     "0.weight": (PARTS, torch.cat),
@@ -242,9 +225,11 @@ def test_the_model_has_the_values_under_its_own_names(stage: int, by_function: b
 
 
 def test_files_are_read_under_other_names_and_a_shape_is_checked_before_the_model_changes(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    save_file(saved(), file)
-    given = LazyStateDict(file, rename=RENAME, fuse=FUSE)
+    """Several files are read where they lie."""
+    values, files = saved(), [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    save_file({PARTS[0]: values.pop(PARTS[0])}, files[0])
+    save_file(values, files[1])
+    given = LazyStateDict(files, rename=RENAME, fuse=FUSE)
     assert (len(given), sorted(given)) == (4, ["0.bias", "0.weight", "2.bias", "2.weight"])
     assert given.shape("0.bias") == (6,)
     assert given.shape("0.weight") is given.shape("steps") is None
@@ -253,7 +238,11 @@ def test_files_are_read_under_other_names_and_a_shape_is_checked_before_the_mode
         assert_same_bits(given[name], value)
     fuse = {"0.weight": FUSE["0.weight"], "2.weight": FUSE["2.weight"], "0.bias": FUSE["2.bias"]}
     with pytest.raises(ValueError, match=r"'2.bias' has shape \(4,\), but \(6,\) in the state dict"):
-        build(LazyStateDict(file, rename={**RENAME, "old.bias": "2.bias"}, fuse=fuse))
+        build(LazyStateDict(files, rename={**RENAME, "old.bias": "2.bias"}, fuse=fuse))
+    with pytest.raises(ValueError, match="cannot be read"):
+        build(tmp_path / "missing.safetensors")
+    with pytest.raises(ValueError, match=r"a.safetensors has '.*', which another file has, too"):
+        build([files[0], files[0]])
 
 
 def clash(_: Any) -> str:

@@ -19,7 +19,6 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.stage import step_device
-from zero.parameters.gathered.units import GatheredBuffer
 from zero.runtime.offload import Staging
 from zero.state.plain_dicts import completed
 from zero.step.classes import UserOptimizers
@@ -38,65 +37,33 @@ STEPPED_THERE = replace(ON_HOST, step="cpu")
 pytestmark = pytest.mark.usefixtures("copied_from_the_host")
 
 
-class Noting(torch.optim.AdamW):
-    """Records which gradients it gets."""
-
-    given: list[Tensor]
-
-    def step(self, closure: Any = None) -> Any:
-        type(self).given = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("offload", [ON_HOST, STEPPED_THERE])
 @pytest.mark.parametrize(("ranks", "precision"), [(1, None), (2, PRECISIONS["bf16"])])
-def test_a_shard_is_copied_for_its_gather_and_for_its_step_and_stays_nowhere(
+def test_a_shard_stays_on_the_host_and_is_copied_for_a_step_on_the_device(
     ranks: int, precision: MixedPrecision | None, offload: Offload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the class steps on the host, nothing is copied for the step, and it gets the tensors that are kept."""
-    copied, staged = list[int](), list[int]()
-    begin, fetch = GatheredBuffer.begin_gather, Staging.fetch
-
-    def begun(self: GatheredBuffer, room: Any) -> None:
-        begin(self, room)
-        copied.append(self.shard.data_ptr())
-
-    monkeypatch.setattr(GatheredBuffer, "begin_gather", begun)
+    """If the class steps on the host, nothing is copied for the step."""
+    staged, fetch = list[int](), Staging.fetch
     monkeypatch.setattr(Staging, "fetch", lambda self, kept: staged.append(len(kept)) or fetch(self, kept))
 
     def run(transport: Transport) -> None:
         model = locked_build(0)
         given: dict[str, Any] = {"stage": 3, "offload": offload, "bucket_cap_mb": 0.0005, "mixed_precision": precision}
         given |= {"collective": "pairwise"} if ranks > 1 else {}
-        optimizer = ZeroOptimizer(model, Noting, process_group=transport, lr=1e-2, **given)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2, **given)
         model.last.weight.requires_grad_(False)
         for step in range(2):
             optimizer.zero_grad()
             odd_loss(model, odd_batches(1, step)[0]).backward()
             optimizer.step()
-        found, buckets = optimizer.describe(), optimizer._storage.buckets
+        found = optimizer.describe()
         held = sum(found.bytes[kind] for kind in ("parameters", "gradients", "optimizer"))
-        kept = {tensor.data_ptr() for bucket in buckets for tensor in bucket.weights.kept()}
-        if offload.step is None:
-            assert held - found.offloaded_bytes <= 4 * len(list(model.parameters())), "step counts are on the device"
-            assert kept & set(copied) <= {0}, "what is empty"
-        else:
-            states = {tensor.data_ptr() for bucket in buckets for tensor in bucket.states.tensors()}
-            reserved = [tensor for bucket in buckets for tensor in bucket.states.kept()]
-            unused = sum(tensor.nbytes for tensor in reserved if tensor.data_ptr() not in states)
-            assert held == found.offloaded_bytes - unused
-            for bucket in buckets:
-                assert bucket.states.master is not None or bucket.states.weights.data_ptr() in kept
-                storage = bucket.states.weights.untyped_storage()
-                assert all(run.parameter.untyped_storage() is storage for run in bucket.states.runs)
-            if ranks == 1:
-                homes = {tensor.untyped_storage().data_ptr() for b in buckets for tensor in b.grad.tensors()}
-                assert {gradient.untyped_storage().data_ptr() for gradient in Noting.given} <= homes
+        counts = 4 * len(list(model.parameters())) if offload.step is None else 0
+        assert held - found.offloaded_bytes <= counts, "step counts alone are on the device"
         assert all(buffer.shard.numel() == 0 for buffer in optimizer._storage.manager.buffers())
         optimizer.close()
 
     [run(solo())] if ranks == 1 else on_threads(ranks, run, timeout=BOUND)
-    assert copied
     assert (max(staged, default=0) == 3) is (offload.step is None)
 
 
@@ -126,9 +93,6 @@ def test_the_plain_loop_is_the_one_that_the_contract_writes_out() -> None:
         optimizer.zero_grad()
     optimizer.close()
     assert_same_model(model, plain)
-
-
-# -- the class on the CPU, of parameters on a GPU that is not here -----------------------------------------------------
 
 
 def spec(*, stepped_on_host: bool) -> ParameterSpec:

@@ -175,8 +175,6 @@ def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> No
         assert_same_model(model, plain_blocks(4, 2))
 
 
-# -- graphs hold the parameters themselves -----------------------------------------------------------------------------
-
 CHANGED = "modified by an inplace operation"
 
 

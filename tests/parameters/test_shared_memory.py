@@ -15,19 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer
 from zero.core.parameter_specs import check_memory_apart
 
 from ..support.errors import errors_on
 from ..support.limits import BOUND
 from ..support.rows import only
+from ..support.small import with_sgd
 from .unit_cases import in_one_tensor
 
 STAGES = (0, 1, 2, 3)
-
-
-def zero(params: Any, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(params, torch.optim.SGD, lr=0.5, process_group=group, stage=stage, **arguments)
 
 
 def test_sharing_is_exact_for_every_shape_and_stride() -> None:
@@ -54,32 +50,21 @@ def test_a_frozen_parameter_that_shares_memory_with_what_is_not_trained_is_told_
     model.register_buffer("other", model.kept.data[:2])
     listed = [parameter for parameter in model.parameters() if parameter is not model.twin]
     with pytest.warns(UserWarning, match="share memory now. After this, edits of one do not reach the other") as seen:
-        optimizer = zero(listed, solo(), stage, module=model)
+        optimizer = with_sgd(listed, solo(), stage=stage, module=model)
     texts = {str(warning.message).partition(" share")[0] for warning in seen}
     assert {"'kept' and 'other'", "'kept' and 'twin'"} <= texts
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
 
 
-def test_a_view_that_had_a_gradient_or_that_a_graph_holds_is_named_on_every_rank() -> None:
-    def views() -> Any:
+def test_a_view_that_a_graph_holds_is_named_on_every_rank() -> None:
+    def in_a_graph(transport: Transport) -> None:
         model = nn.Linear(4, 4)
         in_one_tensor(model)
-        return model
-
-    def with_gradient(transport: Transport) -> None:
-        model = views()
-        model.weight.grad = torch.ones(4, 4)
-        zero(model, transport, 3).step()
-
-    def in_a_graph(transport: Transport) -> None:
-        model = views()
         held = torch.ones(2, 4).requires_grad_() @ model.weight if transport.rank else None
-        zero(model, transport, 3)
+        with_sgd(model, transport, stage=3)
         del held
 
-    for message in errors_on(2, with_gradient):
-        assert "the gradient of 'weight' was assigned from outside" in message
     for message in errors_on(2, in_a_graph):
         assert "shares a version counter with another tensor, as views of one tensor do" in message
         assert message.endswith("first forward, or give it memory of its own: nn.Parameter(p.detach().clone())")
@@ -93,7 +78,7 @@ def test_gaps_are_told_by_name_and_closed(stage: int) -> None:
         columns = torch.linspace(-1, 1, 48).view(4, 12)
         model = nn.ParameterDict({"even": columns[:, :8:2], "odd": columns[:, 1:8:2], "rows": columns[:, 8:]})
         model["odd"].requires_grad_(False)
-        zero(model, transport, stage).close()
+        with_sgd(model, transport, stage=stage).close()
         return model
 
     with pytest.warns(UserWarning, match=r"gaps in the memory of .*, such as big\[:, ::2\] has, are closed") as seen:

@@ -26,26 +26,6 @@ from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, on, on_ranks, plain, size_of, train, zero
 
 
-@pytest.mark.law("weak hooks")
-@pytest.mark.parametrize(
-    ("world", "copied"), [("travel", copy.deepcopy), ("common", lambda model: pickle.loads(pickle.dumps(model)))]
-)
-def test_a_copy_made_inside_gathered_is_a_plain_model_that_trains_alone(world: str, copied: Any) -> None:
-    def act(model: Net, optimizer: ZeroOptimizer) -> list[nn.Module]:
-        train(model, optimizer)
-        with optimizer.gathered():
-            twins = [copied(model), copied(model)]
-        before = optimizer.traffic
-        train(twins[1], torch.optim.SGD(twins[1].parameters(), lr=0.5))
-        assert optimizer.traffic == before
-        return twins
-
-    for twins, model in on_ranks(world, act):
-        for number, twin in enumerate(twins, 1):
-            assert_same_model(twin, plain(number))
-        assert_same_model(model, plain(2))
-
-
 @pytest.mark.usefixtures("unseen")
 def test_an_edit_on_a_device_is_told_after_any_number_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(edit_detector, "MOST_UNREAD", 3)
@@ -107,8 +87,6 @@ def test_memory_that_is_put_in_the_place_of_a_parameters_is_told_with_what_copie
         assert "by p.copy_(t) under torch.no_grad()" in message
         assert ("load_state_dict(assign=True)" in message) == (put == "load_state_dict")
 
-
-# -- a storage of its own for each parameter --------------------------------------------------------------------------
 
 STAGES = pytest.mark.parametrize(("world", "stage"), [("one", 3), ("travel", 3), ("common", 3), ("travel", 2)])
 
@@ -186,9 +164,6 @@ def test_a_training_goes_on_from_a_block_that_had_a_graph_an_edit_and_memory_tha
     for sent, model in on_ranks(world, act, stage=stage):
         assert_same_bits(sent, Net().block(1).weight.detach() * 2)
         assert_same_model(model, plain(2, doubled=True))
-
-
-# -- what is released -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("function", [torch.autograd.grad, torch.autograd.backward])

@@ -1,6 +1,6 @@
 """Stage 3 trains whatever torch trains, used in whatever way, with units inside units, ahead or kept.
 
-It has the plain loop's bits and the formulas' memory and traffic, and leaves nothing gathered.
+It has the plain loop's bits, and leaves nothing gathered. Memory and traffic of units side by side are laws.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..support.cases import (
     TURNS,
     Block,
     Case,
-    assert_nothing_is_here,
     batches_of,
     loss_of,
     manager_of,
     net_of,
     one_backward,
     sharded,
+    train,
 )
-from ..support.plain import assert_same_bits, share
+from ..support.plain import assert_same_bits
 from ..support.rows import rows
 from .stage3 import Blocks, check_in, on, on_blocks
 from .unit_cases import (
@@ -40,9 +40,9 @@ from .unit_cases import (
     FIRST,
     FURTHER,
     EndsInside,
-    Expert,
     Mixture,
     deeply_nested,
+    ends_inside,
     held_twice,
     nested,
     tie_inside,
@@ -54,51 +54,35 @@ def test_training_has_the_plain_loops_bits_and_leaves_nothing_gathered(name: str
     check_in(world, CASES[name])
 
 
-# -- memory and traffic -----------------------------------------------------------------------------------------------
-
 DEEP = 4
 FLAT = Case(net_of(Block, DEEP))
-THREE_DEEP = Case(net_of(Mixture, DEEP), units=deeply_nested)
-ENDS_INSIDE = Case(net_of(EndsInside, DEEP), units=lambda module: isinstance(module, (EndsInside, Expert)))
-MEASURED: dict[str, tuple[Case, dict[str, Any], int, bool]] = {
-    "two ahead": (FLAT, {"prefetch_depth": 2}, 1, True),
-    "more ahead than there are": (FLAT, {"prefetch_depth": 9}, TURNS, True),
-    "three deep": (THREE_DEEP, {}, TURNS, True),
-    "blocks end inside": (ENDS_INSIDE, {}, TURNS, False),
-    "nested, experts kept": (Case(net_of(Mixture, DEEP), units=nested), EXPERTS_KEPT, TURNS, True),
+MEASURED: dict[str, tuple[Case, bool]] = {  # whether the bound of memory is reached
+    "three deep": (Case(net_of(Mixture, DEEP), units=deeply_nested), True),
+    "blocks end inside": (Case(net_of(EndsInside, DEEP), units=ends_inside), False),
+    "experts kept": (Case(net_of(Mixture, DEEP), units=nested, arguments=EXPERTS_KEPT), True),
 }
-"""A case, its arguments, how many backwards are synchronized, and whether the bound of memory is reached."""
 
 
 @pytest.mark.law("traffic")
 @pytest.mark.parametrize("name", MEASURED)
-def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
-    case, arguments, synchronised, is_reached = MEASURED[name]
+def test_memory_and_traffic_of_units_inside_units_are_those_of_the_formulas(name: str) -> None:
+    case, is_reached = MEASURED[name]
 
-    def program(transport: Transport) -> tuple[list[int], int]:
-        model, optimizer = sharded(case, transport, **{"bucket_cap_mb": 25, **arguments})
-        sent = []
-        for step in range(3):
+    def program(transport: Transport) -> tuple[int, int]:
+        model, optimizer = sharded(case, transport, bucket_cap_mb=25)
+        for step in range(2):
             before = optimizer.traffic
-            own = share(batches_of(step, transport.world_size), transport.rank, transport.world_size)
-            with optimizer.no_sync():
-                for batch in own[synchronised:]:
-                    one_backward(model, batch)
-            for batch in own[:synchronised]:
-                one_backward(model, batch)
+            train(case, model, optimizer, step)
             optimizer.step()
             optimizer.zero_grad()
-            sent.append((optimizer.traffic - before).payload_sent)
-            assert_nothing_is_here(model, optimizer)
         found = optimizer.describe()
         peak, bound = found.bytes["gathered_peak"], found.formula_bytes["gathered_peak"]
         assert peak == bound if is_reached else 0 < peak < bound
-        assert synchronised < TURNS or found.bytes["scratch_peak"] <= found.formula_bytes["scratch_peak"]
-        return sent, found.formula_traffic_bytes(TURNS, synchronised)
+        assert found.bytes["scratch_peak"] <= found.formula_bytes["scratch_peak"]
+        return (optimizer.traffic - before).payload_sent, found.formula_traffic_bytes(TURNS, TURNS)
 
-    results = on("several", program)
-    for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
-        assert [sum(total)] * len(results) == [formula for _, formula in results], step
+    sent, formula = zip(*on("several", program), strict=True)
+    assert {sum(sent)} == set(formula)
 
 
 def in_use(manager: UnitManager) -> int:
@@ -165,9 +149,6 @@ def test_a_view_that_is_kept_follows_its_own_parameter_and_its_memory_is_free_on
         assert held == used == one
         for number, view in enumerate(views):
             assert_same_bits(view, Blocks(4).weight(number))
-
-
-# -- units inside units -----------------------------------------------------------------------------------------------
 
 
 def test_a_unit_holds_what_no_unit_inside_it_holds_and_what_several_share_lies_around_them() -> None:

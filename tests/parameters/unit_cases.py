@@ -125,20 +125,6 @@ def side_by_side(model: Any, x: Tensor) -> Any:
     return outputs[0] + outputs[1] * outputs[0] + model.blocks[0](outputs[1])
 
 
-def tie(model: Any) -> None:
-    """Share weights and modules of units with other units and with the root."""
-    model.blocks[2].inner.weight = model.blocks[0].inner.weight
-    model.blocks[2].outer = model.blocks[0].outer
-    model.blocks[1].norm = model.norm
-    model.blocks[2].norm.weight = model.norm.weight
-
-
-def freeze_parts(model: Any) -> None:
-    """Freeze the first layers too, so that a forward begins without a graph."""
-    for part in (model.embed, model.blocks[0], model.blocks[1].norm, model.blocks[2].inner, model.head):
-        part.requires_grad_(False)
-
-
 def forces(unit: Any, x: Tensor) -> Any:
     """Give out a derivative."""
     x = x.clone() if x.requires_grad else x.clone().requires_grad_()
@@ -388,6 +374,10 @@ def nested(module: nn.Module) -> bool:
     return isinstance(module, (Block, Expert))
 
 
+def ends_inside(module: nn.Module) -> bool:
+    return isinstance(module, (EndsInside, Expert))
+
+
 def deeply_nested(module: nn.Module) -> bool:
     """Choose blocks, the experts in them, and a layer in each of these."""
     return nested(module) or (isinstance(module, nn.Linear) and module.out_features == WIDTH + 3)
@@ -421,6 +411,7 @@ CASES: dict[str, Case] = {
     "views of one tensor": Case(prepared=in_one_tensor),
     "experts in blocks": MIXTURE,
     "ties among experts": replace(MIXTURE, prepared=tie_inside, arguments=EXPERTS_KEPT),
+    "blocks end inside": Case(net_of(EndsInside), units=ends_inside),
     "experts recomputed": Case(net_of(Recomputed), units=deeply_nested, arguments=BLOCKS_KEPT),
     "parameters inside gathered()": Case(run=parameters_inside_gathered),
     "inside gathered()": Case(run=inside_gathered),
@@ -432,8 +423,6 @@ CASES: dict[str, Case] = {
     "composable checkpoints from before": Case(net_of(Fails), failing("forward", OSError), prepared=every_unit_again),
     "a unit that holds another": Case(units(around_another, others=()), prepared=acquaint),
     "units side by side": Case(body(side_by_side)),
-    "ties": Case(prepared=tie),
-    "frozen parts of units": Case(prepared=freeze_parts),
     "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
     "units that give out a derivative": Case(units(forces)),
     "a Function that holds a weight": Case(units(holds_weight)),
@@ -449,7 +438,6 @@ added something else."""
 ROWS = [(name, world) for name, world in product(CASES, WORLDS) if world == "one" or name not in ALONE]
 FIRST = [
     ("inside gathered()", "several"),
-    ("ties", "common"),
     ("interrupt in a forward", "one"),
     ("outputs are a dict", "several"),
     ("experts in blocks", "one"),

@@ -15,10 +15,10 @@ from collectives import Transport, on_threads, solo
 from zero import ShardedAverage, ZeroOptimizer
 
 from ..support.errors import error_of
-from ..support.models import Odd, odd_batches, odd_loss
+from ..support.models import Odd, odd_batches, odd_loss, take_steps
 from ..support.models import build as locked_build
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
+from ..support.plain import assert_same_bits, assert_same_value
 from ..support.quantised import inside, qlora
 from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side
@@ -48,18 +48,12 @@ def test_a_load_of_weights_alone_is_an_edit_of_the_model() -> None:
     same(loop, 2, 0, BF16)
 
 
-def take_step(model: nn.Module, optimizer: ZeroOptimizer, seed: int = 1) -> None:
-    odd_loss(model, odd_batches(1, seed)[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def trained(transport: Transport, stage: int, precision: Any = None) -> tuple[Odd, ZeroOptimizer]:
     model = locked_build(0)
     listed = [parameter for name, parameter in model.named_parameters() if not name.startswith("first")]
     given = {"module": model, "stage": stage, "process_group": transport, "mixed_precision": precision}
     optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **given)
-    take_step(model, optimizer)
+    take_steps(model, optimizer, odd_batches(1, 1))
     model.offset.fill_(transport.rank)
     return model, optimizer
 
@@ -73,7 +67,7 @@ def test_it_is_on_one_rank_in_memory_of_its_own_with_ties_and_strides(stage: int
         with optimizer.gathered():
             expected = {name: value.clone() for name, value in model.state_dict().items()}
         found = optimizer.full_state_dict(to=1)
-        take_step(model, optimizer)
+        take_steps(model, optimizer, odd_batches(1, 1))
         optimizer.close()
         model.offset.fill_(9.0)
         assert (found is None) is (transport.rank != 1)
@@ -141,12 +135,12 @@ def test_inside_applied_it_is_the_average_and_inside_join_a_rank_without_batches
         average = ShardedAverage(optimizer)
         average.update_parameters(model)
         expected = optimizer.full_state_dict(to=None)
-        take_step(model, optimizer, 3)
+        take_steps(model, optimizer, odd_batches(1, 3))
         with average.applied():
             assert_same_value(optimizer.full_state_dict(to=None), expected, "the average")
         with optimizer.join():
             for step in range(transport.rank):
-                take_step(model, optimizer, step)
+                take_steps(model, optimizer, odd_batches(1, step))
                 assert (optimizer.full_state_dict(to=2) is None) == (transport.rank != 2)
 
     on_threads(3, program)
@@ -203,19 +197,6 @@ def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, s
         return values(average)
 
     same(loop, world_size, stage)
-
-
-@pytest.mark.parametrize("stage", rows([3], [0]))
-def test_an_optimizer_that_is_built_and_closed_in_inference_mode_leaves_a_plain_model(stage: int) -> None:
-    model, expected = locked_build(0), locked_build(0)
-    with torch.inference_mode(), torch.device("meta"):
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=solo())
-        ShardedAverage(optimizer).update_parameters()
-        optimizer.close()
-    for each in (model, expected):
-        odd_loss(each, odd_batches(1)[0]).backward()
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    assert_same_model(model, expected)
 
 
 @pytest.mark.parametrize("stage", rows([1], [3]))

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from collectives import Transport, on_threads, solo
+from collectives import Transport, solo
 from zero import ShardedAverage, ZeroOptimizer
 
 from ..dials.loops import steps
 from ..dials.record import config_with
-from ..support.errors import assert_in_order, error_of, errors_on, is_plain, warned
+from ..support.errors import error_of, errors_on, is_plain, warned
 from ..support.machine.program import Backward, Clip, Command, Modes, Step, ZeroGrad
 from ..support.machine.run import run
 from ..support.models import build as locked_build
-from ..support.models import odd_batches, odd_loss
+from ..support.models import odd_batches
 from ..support.narrowed import PRECISIONS
 from ..support.sides import AsPlain, OnRank, Side, same_as_plain
 from ..support.two_modes import ScheduleFree
@@ -71,18 +71,6 @@ def built(transport: Transport, cls: Any = ScheduleFree, stage: int = 2, **argum
     return model, ZeroOptimizer(model, cls, stage=stage, process_group=transport, bucket_cap_mb=0.0005, **arguments)
 
 
-def test_parameters_that_were_replaced_are_named_on_every_rank() -> None:
-    """Edits of the lists are in `dials.cuts`."""
-
-    def program(transport: Transport) -> None:
-        model, optimizer = built(transport)
-        if transport.rank == 1:
-            model.first.weight.data = model.first.weight.data.clone()
-        assert_in_order("rank 1 … 'first.weight'", error_of(optimizer.train))
-
-    on_threads(2, program)
-
-
 class Fails(ScheduleFree):
     def eval(self) -> None:
         if self.param_groups[0].get("fails"):
@@ -127,28 +115,3 @@ def test_a_forward_in_the_wrong_mode_warns_once() -> None:
     with warned() as later:
         model.eval()(tokens)
     assert later == []
-
-
-def test_a_call_in_the_same_mode_sends_nothing_and_no_call_makes_masters_of_frozen_parameters() -> None:
-    def program(transport: Transport) -> None:
-        _, optimizer = built(transport, mixed_precision=BF16)
-        before = str(optimizer.describe())
-        optimizer.train()
-        sent = optimizer.traffic.control_sent
-        assert sent > 0
-        optimizer.train()
-        assert optimizer.traffic.control_sent == sent
-        assert str(optimizer.describe()) == before
-
-    on_threads(2, program)
-
-
-def test_a_graph_that_is_kept_across_an_exchange_raises_as_across_a_step() -> None:
-    model, optimizer = built(solo(), stage=3)
-    optimizer.train()
-    odd_loss(model, odd_batches(1)[0]).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    loss = odd_loss(model, odd_batches(1)[0])
-    optimizer.eval()
-    assert "modified by an inplace operation" in error_of(loss.backward)

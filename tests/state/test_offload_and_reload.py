@@ -25,7 +25,7 @@ from ..support.limits import BOUND
 from ..support.machine import program as p
 from ..support.machine.run import run
 from ..support.models import build as locked_build
-from ..support.models import odd_batches, odd_loss
+from ..support.models import odd_batches, take_steps
 from ..support.plain import assert_same_model
 from ..support.rows import rows
 
@@ -73,11 +73,7 @@ def test_what_goes_to_the_host_and_comes_back_has_the_plain_loops_bits(changes: 
     run(config_with({"world_size": 2, **changes}), *LENDS)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        odd_loss(model, odd_batches(1, step)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+STEPS = [odd_batches(1, step)[0] for step in range(2)]
 
 
 def build(stage: int, transport: Transport | None = None) -> tuple[nn.Module, ZeroOptimizer]:
@@ -86,26 +82,10 @@ def build(stage: int, transport: Transport | None = None) -> tuple[nn.Module, Ze
     return model, ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-2, **options)
 
 
-def same_as_plain(model: nn.Module, steps: range) -> None:
+def same_as_plain(model: nn.Module) -> None:
     plain = locked_build(0)
-    train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), steps)
+    take_steps(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), STEPS)
     assert_same_model(model, plain)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_before_reload_the_model_is_not_read_and_no_earlier_graph_is_used(stage: int) -> None:
-    """Nor is it or the optimizer used (`dials.loops`)."""
-    model, optimizer = build(stage)
-    train(model, optimizer, range(2))
-    loss = odd_loss(model, odd_batches(1, 0)[0])
-    optimizer.offload()
-    for read in (model.state_dict, lambda: next(model.parameters()).sum()):
-        assert ("is released" if stage == 3 else "is on the host") in error_of(read)
-    assert "optimizer.reload()" in error_of(loss.backward)
-    optimizer.reload()
-    train(model, optimizer, range(2, 4))
-    optimizer.close()
-    same_as_plain(model, range(4))
 
 
 @pytest.mark.parametrize(("stage", "call"), [(2, "reload"), (1, "close"), (3, "close")])
@@ -134,21 +114,21 @@ def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
         optimizer.offload()
         no_device = error_of(getattr(optimizer, call))
         optimizer.reload()
-        train(model, optimizer, range(2))
+        take_steps(model, optimizer, STEPS)
         optimizer.close()
         return no_host, no_device, model
 
     for no_host, no_device, model in on_threads(2, program, timeout=BOUND):
         assert "offload(): offload: 7 bytes of the host's memory cannot be pinned" in no_host
         assert "reload(): rank 1: 7 bytes are missing; all is on the host still" in no_device
-        same_as_plain(model, range(2))
+        same_as_plain(model)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_nothing_keeps_the_memory_that_is_left_and_the_hosts_is_used_again(stage: int, left: list[Tensor]) -> None:
     model, optimizer = build(stage)
     ShardedAverage(optimizer).update_parameters()
-    train(model, optimizer, range(1))
+    take_steps(model, optimizer, STEPS[:1])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     blocks = set()
     for _ in range(2):

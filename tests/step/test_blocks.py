@@ -53,9 +53,6 @@ def test_a_checkpoint_with_blocks_of_another_size_is_refused_or_its_states_begin
         assert_same_model(model, alone)
 
 
-# -- which parameters are cut ------------------------------------------------------------------------------------------
-
-
 def cut(cls: Any, *parameters: Any, **settings: Any) -> list[bool]:
     """Return which parameters, given or of these shapes, are cut; the others have one owner."""
     model = nn.ParameterList(p if isinstance(p, nn.Parameter) else nn.Parameter(torch.randn(p)) for p in parameters)

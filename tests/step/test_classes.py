@@ -81,9 +81,6 @@ def test_options_that_a_scheduler_adds_are_no_arguments_of_a_class_that_knows_it
         assert_same_model(other, model)
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def another_sgd(rate: float) -> type[OPT.Optimizer]:
     class Opt(OPT.SGD):
         factor = rate

@@ -99,9 +99,6 @@ def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: An
                 assert_same_bits(optimizer.state[p]["momentum"], state["momentum"])
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
 def row_major(state: Any, p: Any) -> None:
     state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
 

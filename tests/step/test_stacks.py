@@ -81,9 +81,6 @@ def test_live_states_have_a_value_for_each_block_that_is_here_and_can_be_reset()
     assert optimizer.state[model[0]]["exp_avg"].shape == (32, 16)
 
 
-# -- states of blocks --------------------------------------------------------------------------------------------------
-
-
 class Lists(Products):
     """Keeps a list in the state of each matrix, which depends on its values."""
 
@@ -160,8 +157,6 @@ def test_states_of_blocks_begin_anew_where_rows_were_added(tmp_path: Path) -> No
         zero.load(tmp_path / "saved", again, rng=False, resize=lambda *_: True, strict=False)
     assert not again.state[model[0]]
 
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 MATRIX = (4, 6)
 NO_BLOCKS = "blocks= must be a dimension or a list of sizes, not"

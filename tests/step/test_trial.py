@@ -48,9 +48,6 @@ pytestmark = [pytest.mark.usefixtures("every_trial_runs"), pytest.mark.filterwar
 OPT = torch.optim
 
 
-# -- more than an element ----------------------------------------------------------------------------------------------
-
-
 class FusesDecayInSomeLengths(OPT.SGD):
     """Rounds once what another length has rounded twice, as a compiler does in one of two loops of a kernel."""
 
@@ -244,9 +241,6 @@ def test_a_class_is_partitioned_by_parameter_where_it_must_be() -> None:
             assert_in_order('"element" … or "parameter" … param group 0', error)
 
 
-# -- more than a parameter ---------------------------------------------------------------------------------------------
-
-
 def steps(name: str, step: Callable[[list[Any], dict[str, Any], Any], object]) -> type[OPT.SGD]:
     """Return a class that calls ``step(parameters, group, states)`` for each group."""
 
@@ -275,7 +269,6 @@ WHY = "(with others|than for several|one parameter failed)"
 REFUSED: list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]] = [
     *[(TOGETHER[name], net, OPTIONS, f"{name} cannot be sharded: .*{WHY}") for name in TOGETHER],
     *[(TOGETHER["EstimatesTogether"], net, {"lr": rate}, "EstimatesTogether cannot be") for rate in (0.0, 1e-9)],
-    (OPT.LBFGS, net, {}, r"LBFGS cannot be sharded: .*closure"),
     (OPT.SparseAdam, net, {}, r"SparseAdam cannot be sharded: .*dense"),
     (OPT.Muon, net, {}, r"Muon refuses 'scale', of shape \(\): .*2D"),
     (steps("Stacks", as_one_of_its_shape), lambda: nn.Linear(3, 5, bias=False), {}, "Stacks cannot be sharded"),
