@@ -262,9 +262,6 @@ def materialize(tree: dict[str, bytes | None], folder: Path) -> None:
             (folder / path).write_bytes(data)
 
 
-ENOTSUPP = 524  # of the kernel, which NFS lets out
-
-
 class Module:
     def __init__(self, real: Any, others: Mapping[str, Callable[..., Any]]) -> None:
         self._real, self._others = real, others
@@ -309,53 +306,45 @@ class FileSystem:
     run; None: there is none. ``error``: words of the error of every rank; None: a save succeeds."""
 
     lacks: Mapping[str, Callable[..., bool]]
-    numbers: tuple[int, ...]
     warning: str | None = None
     error: str | None = None
 
-    def use(self, patch: pytest.MonkeyPatch, number: int | None = None) -> None:
-        """Let the library find this file system everywhere. ``number``: of the error; None: the first one."""
-        number = self.numbers[0] if number is None else number
+    def use(self, patch: pytest.MonkeyPatch) -> None:
+        """Let the library find this file system everywhere."""
         for module in (os, fcntl):
             others = {
-                name: failing(number, when, getattr(module, name))
+                name: failing(errno.EOPNOTSUPP, when, getattr(module, name))
                 for name, when in self.lacks.items()
                 if hasattr(module, name)
             }
             patch.setattr(files, module.__name__, Module(module, others))
 
 
-USUAL = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, ENOTSUPP)
+LOCKS, FOLDERS, ROOM, PLACES = (
+    "where no file can be locked",
+    "cannot put the entries of a folder on the disk",
+    "reserves no room for files",
+    "from its beginning to its end alone",
+)
+OBJECT_STORE = {
+    **dict.fromkeys(("flock", "posix_fallocate", "ftruncate"), always),
+    "fsync": of_a_folder,
+    "pwrite": not_at_the_end,
+    "open": writes_again,
+}
 FILE_SYSTEMS = {
-    "whole": FileSystem({}, (0,)),
-    "no flock": FileSystem({"flock": always}, (*USUAL, errno.ENOLCK), "where no file can be locked"),
-    "no fsync of folders": FileSystem(
-        {"fsync": of_a_folder}, (*USUAL, errno.EBADF), "cannot put the entries of a folder on the disk"
-    ),
-    "no posix_fallocate": FileSystem({"posix_fallocate": always}, USUAL, "reserves no room for files"),
-    "no sizes": FileSystem({"posix_fallocate": always, "ftruncate": always}, USUAL, "reserves no room for files"),
-    "no links": FileSystem({"link": always, "symlink": always}, (*USUAL, errno.EPERM)),
-    "no writes in place": FileSystem(
-        {"pwrite": not_at_the_end}, (*USUAL, errno.ESPIPE), "from its beginning to its end alone"
-    ),
-    "an object store": FileSystem(
-        {
-            **dict.fromkeys(("flock", "posix_fallocate", "ftruncate", "link"), always),
-            "fsync": of_a_folder,
-            "pwrite": not_at_the_end,
-            "open": writes_again,
-        },
-        USUAL,
-        "where no file can be locked|cannot put the entries of a folder|from its beginning to its end alone",
-    ),
-    "no rename": FileSystem({"rename": always}, USUAL, error="this file system cannot rename"),
-    "no rename of folders": FileSystem(
-        {"rename": lambda source, _: source.is_dir()}, USUAL, error="this file system cannot rename"
-    ),
+    "no flock": FileSystem({"flock": always}, LOCKS),
+    "no fsync of folders": FileSystem({"fsync": of_a_folder}, FOLDERS),
+    "no posix_fallocate": FileSystem({"posix_fallocate": always}, ROOM),
+    "no sizes": FileSystem({"posix_fallocate": always, "ftruncate": always}, ROOM),
+    "no writes in place": FileSystem({"pwrite": not_at_the_end}, PLACES),
+    "an object store": FileSystem(OBJECT_STORE, f"{LOCKS}|{FOLDERS}|{PLACES}"),
+    "no rename": FileSystem({"rename": always}, error="cannot rename"),
+    "no rename of folders": FileSystem({"rename": lambda source, _: source.is_dir()}, error="cannot rename"),
     "no fsync of files": FileSystem(
-        {"fsync": lambda number: not of_a_folder(number)}, USUAL, error="this file system cannot put a file on the disk"
+        {"fsync": lambda number: not of_a_folder(number)}, error="cannot put a file on the disk"
     ),
-    "no folders": FileSystem({"mkdir": always}, USUAL, error="this file system cannot make folders"),
-    "no removal": FileSystem({"unlink": always}, USUAL, error="this file system cannot remove files"),
-    "no removal of folders": FileSystem({"rmdir": always}, USUAL, error="this file system cannot remove folders"),
+    "no folders": FileSystem({"mkdir": always}, error="cannot make folders"),
+    "no removal": FileSystem({"unlink": always}, error="cannot remove files"),
+    "no removal of folders": FileSystem({"rmdir": always}, error="cannot remove folders"),
 }

@@ -128,8 +128,6 @@ CLASSES: dict[str, tuple[int, Any, dict[str, Any], str | None]] = {
     "Adam with decay": (3, torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}, None),
     "Adagrad": (2, torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.5}, NOT_AT_ZERO.format("sum")),
     "Adafactor": (2, torch.optim.Adafactor, {"partition": "parameter"}, "its states do not have its rows"),
-    "Adagrad from 0": (3, torch.optim.Adagrad, {"lr": 0.1}, None),
-    "Rprop": (3, torch.optim.Rprop, {"lr": 0.01}, NOT_AT_ZERO.format("step_size")),
     "schedule-free": (3, ScheduleFree, {}, NOT_AT_ZERO.format("z")),
 }
 

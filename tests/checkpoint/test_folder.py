@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import json
 import os
@@ -20,7 +19,6 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import files
 from zero.checkpoint.folder.directory import LEASE, LOCK, Holder, LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.read.reader import Checkpoint
 from zero.commands.checkpoint.command import verify
@@ -91,24 +89,6 @@ def test_the_first_save_after_a_rollback_sets_aside_all_that_was_saved_after_the
         with pytest.raises(FileExistsError, match="step-00000010 exists"):
             checkpoints.save(10)
     assert aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"], "8 was to be replaced"
-
-
-def test_a_step_whose_name_a_failed_save_cannot_give_back_still_counts(
-    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(tmp_path, optimizer, 2, 4)
-    rename = files.rename
-
-    def sets_aside_alone(source: Path, target: Path) -> None:
-        if source.parent == tmp_path and not target.name.startswith("abandoned-"):
-            raise OSError(errno.EIO, "it fails")
-        rename(source, target)
-
-    monkeypatch.setattr(files, "rename", sets_aside_alone)
-    with CheckpointManager(tmp_path, optimizer) as checkpoints, pytest.raises(RuntimeError, match="it fails"):
-        checkpoints.save(3, blocking=True)
-    assert aside(tmp_path) == ["abandoned-step-00000004"]
-    assert complete_steps(tmp_path) == [2, 4]
 
 
 def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, optimizer: ZeroOptimizer) -> None:

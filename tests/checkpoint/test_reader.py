@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 import zero
-from collectives import Transport, on_threads
-from zero import CheckpointError, MixedPrecision, ShardedAverage, ZeroOptimizer, load, open_checkpoint
+from zero import CheckpointError, ShardedAverage, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.format.manifest import NAME, averages_folder, averages_in
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, index_bytes
 from zero.checkpoint.read.reader import Checkpoint
@@ -36,7 +34,6 @@ from ..support.errors import error_of
 from ..support.loops import blocks_of
 from ..support.models import Odd, build
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, assert_same_value
-from ..support.rows import rows
 from .saved import (
     BLOCK,
     INDEX,
@@ -132,69 +129,6 @@ def test_safetensors_and_distributed_checkpoint_read_every_tensor(trained: Train
             assert_same_value(loaded, expected, folder)
 
 
-def read_without_us(folder: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    index = json.loads((folder / f"{folder.name}.safetensors.index.json").read_text())["weight_map"]
-    files = {file: safe_open(folder / file, framework="pt") for file in index.values()}
-    return {name: files[file].get_tensor(name) for name, file in index.items()}, next(iter(files.values())).metadata()
-
-
-def test_plain_torch_trains_on_with_nothing_but_safetensors_and_json(tmp_path: Path) -> None:
-    model, plain = build(0), build(1)
-    optimizer, reference = (
-        ZeroOptimizer(model, torch.optim.AdamW, **ADAM),
-        torch.optim.AdamW(plain.parameters(), lr=7.0),
-    )
-    train(model, optimizer, range(2))
-    save_small(tmp_path / "a", optimizer)
-    weights, aliases = read_without_us(tmp_path / "a" / "model")
-    plain.load_state_dict(weights | {alias: weights[name] for alias, name in aliases.items() if alias != "format"})
-    states, facts = read_without_us(tmp_path / "a" / "optimizer")
-    (group,) = json.loads(facts["param_groups"])
-    names = group.pop("params")
-    options = {
-        key: tuple(v["$tuple"]) if isinstance(v, dict) else v for key, v in group.items() if "optimizer_" not in key
-    }
-    found: dict[int, dict[str, Tensor]] = {}
-    for key, tensor in states.items():
-        name, _, state = key.removeprefix("state.").rpartition(".")
-        found.setdefault(names.index(name), {})[state] = tensor
-    reference.load_state_dict({"state": found, "param_groups": [{**options, "params": list(range(len(names)))}]})
-    for each, its in ((model, optimizer), (plain, reference)):
-        train(each, its, range(2, 4))
-    assert_same_model(plain, model)
-
-
-def test_master_weights_are_read_and_loaded_as_what_was_written_into_parameters_made_them(tmp_path: Path) -> None:
-    """Also those of what was trained for a while, and is frozen now."""
-
-    def made(seed: int) -> tuple[Odd, ZeroOptimizer]:
-        model, precision = build(seed), MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-        model.last.requires_grad_(False)
-        return model, ZeroOptimizer(model, torch.optim.AdamW, mixed_precision=precision, **ADAM)
-
-    def masters_of(states: Any) -> Any:
-        """Return the master weights, but for `empty` and `unused`, which equal the weights, and need not be kept."""
-        return {index: master for index, master in states["masters"].items() if index not in (2, 4)}
-
-    model, optimizer = made(0)
-    model.last.requires_grad_(True)
-    train(model, optimizer, range(3))
-    model.last.requires_grad_(False)
-    with torch.no_grad():
-        model.first.weight.mul_(2)
-        model.first.bias[1:3].fill_(0.5)
-    save_small(tmp_path / "a", optimizer)
-    checkpoint = open_checkpoint(tmp_path / "a")
-    checkpoint.verify()
-    expected = masters_of(plain_dict(optimizer))
-    assert_same_value(masters_of(checkpoint.optimizer_state_dict()), expected, "masters")
-    assert torch.equal(checkpoint.masters()["first.weight"], model.first.weight.float())
-    again, resumed = made(1)
-    load(tmp_path / "a", resumed)
-    assert_same_value(masters_of(plain_dict(resumed)), expected, "masters")
-    assert_same_model(again, model)
-
-
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a")
     for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
@@ -246,10 +180,7 @@ def test_averages_need_the_name_of_a_folder() -> None:
 RECIPE = blocks_of((Path(zero.__file__).parent / "checkpoint" / "README.md").read_text())["From plain dicts"]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), rows([(2, 3)], [(1, 0), (4, 1)]))
-def test_training_goes_on_from_a_checkpoint_of_plain_dicts(
-    world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_recipe_makes_a_checkpoint_of_plain_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = build()
     reference = torch.optim.AdamW(plain.parameters())
     train(plain, reference, range(2))
@@ -257,22 +188,10 @@ def test_training_goes_on_from_a_checkpoint_of_plain_dicts(
     monkeypatch.chdir(tmp_path)
     found = torch.load(tmp_path / "file", weights_only=True)
     exec(RECIPE, {"found": found, "Model": Odd, "ZeroOptimizer": ZeroOptimizer, "torch": torch, "zero": zero})
-    path = tmp_path / "runs" / "a" / "step-00000100"
-    assert_same_states(open_checkpoint(path).optimizer_state_dict(), reference.state_dict())
-    train(plain, reference, range(2, 4))
-
-    def program(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:
-        model = build()
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport)
-        assert load(path, optimizer, rng=False).step == 100
-        train(model, optimizer, range(2, 4))  # the mean of equal gradients is exact, since W is a power of two
-        states = plain_dict(optimizer)
-        optimizer.close()
-        return model, states
-
-    for model, states in on_threads(world_size, program):
-        assert_same_model(model, plain)
-        assert_same_states(states, reference.state_dict())
+    checkpoint = open_checkpoint(tmp_path / "runs" / "a" / "step-00000100")
+    assert checkpoint.step == 100
+    assert_same_value(checkpoint.model_state_dict(), plain.state_dict(), "model")
+    assert_same_states(checkpoint.optimizer_state_dict(), reference.state_dict())
 
 
 STATE, INDEX_OF_AVERAGES = "state.safetensors", "averages/ema/ema.safetensors.index.json"

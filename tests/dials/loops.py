@@ -268,6 +268,22 @@ FULL_STATES = {
     "within(optimizer.gathered(), lambda: optimizer.load_full_state_dict(None))": "inside gathered()",
     "optimizer.full_state_dict(2)": "full_state_dict: rank 2 is not one of the 2",
 }
+SAVE = "save('/nowhere/saved', optimizer)"
+IN_FORWARD = "save() … inside gathered() or inside a forward: leave it first"
+IN_BACKWARD = "save() … inside a backward or inside join(): leave it first"
+UNUSED = {
+    SAVE: "save() … call it after step() or zero_grad()",
+    SAVE.replace("save", "load", 1): "() with gradients that no step",
+}
+SAVES = [  # calls, commands before, stages
+    ({f"within(optimizer.gathered(write=True), lambda: {SAVE})": IN_FORWARD}, [], (0, 1, 2, 3)),
+    ({f"within(model.first.register_forward_hook(lambda *_: {SAVE}), backward)": IN_FORWARD}, [], (3,)),
+    ({f"in_backward(lambda: {SAVE})": IN_BACKWARD}, [], (0, 2, 3)),
+    ({f"within(optimizer.join(), lambda: {SAVE})": IN_BACKWARD}, [], (0, 2)),
+    (UNUSED, [p.Backward(1)], (0, 2, 3)),
+    (UNUSED, [p.Backward(1), p.Clip(1.0)], (0, 2)),
+    (UNUSED, [p.Backward(1, sync=False)], (0, 2)),
+]
 WITH_MODES = {"optimizer": "schedule-free"}
 MODES = {  # before any step, whose states an exchange would round
     "within(optimizer.gathered(), optimizer.eval)": "eval() inside gathered() or inside a forward: leave it first",
@@ -529,6 +545,7 @@ DIALS = (
                 stages=(2,),
             ),
             Moment(FULL_STATES, steps(1)),
+            *(Moment(calls, [*steps(1), *before], [p.ZeroGrad()], stages) for calls, before, stages in SAVES),
             Moment(STATES, steps(1), changes={"world_size": 4}),
         ],
     ),

@@ -1,1 +1,1 @@
-"""Checkpoints of format 1 that were written once, and the program that wrote them."""
+"""Checkpoints of format 1 that were written once, by a release of 2026, and their model and classes."""
