@@ -462,6 +462,19 @@ def test_a_gradient_that_no_optimizer_averages_is_an_error_on_every_rank(stage: 
         assert "would not average it: set it up. If nothing trains" in found[0]
 
 
+def test_so_it_is_in_lightning_and_fabric() -> None:
+    pytest.importorskip("pytorch_lightning")
+    from zero.integrations.fabric import ZeroFabricStrategy
+
+    fabric = ZeroFabricStrategy()
+    lightning = fit_with({}, configure=lambda module: torch.optim.AdamW(module.model[0].parameters()))
+    for strategy, model in ((fabric, fabric.setup_module(network())), (lightning, lightning.lightning_module.model)):
+        words = (
+            f"RuntimeError: {type(strategy).__name__}: a backward gave a gradient to ' … and no ZeroOptimizer has it"
+        )
+        assert_in_order(words, error_of(backward, model))
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_that_are_each_ranks_own_frozen_models_and_plain_ones_need_no_optimizer(stage: int) -> None:
     model, teacher, evaluated, early = (network() for _ in range(4))
@@ -500,6 +513,23 @@ def test_a_model_is_set_up_before_it_has_memory_and_in_inference_mode_and_not_be
     quantised = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)])
     conversions.add(quantised)
     assert not quantised[0]._post_accumulate_grad_hooks, "whole numbers are not watched"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_optimizer_trains_two_models(stage: int) -> None:
+    trained = []
+    for converts in (False, True):
+        models = nn.ModuleList([network(), network()])
+        plain = torch.optim.AdamW([*models[1].parameters(), *models[0].parameters()], lr=1e-2)
+        optimizer = set_up(*models, stage=stage).convert(plain) if converts else plain
+        for _ in range(2):
+            (models[0](torch.ones(2, 3)) * models[1](torch.ones(2, 3))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append((models, optimizer.state_dict()))
+    optimizer.close()
+    assert_same_model(*(models for models, _ in trained))
+    assert_same_states(*(states for _, states in trained))
 
 
 def test_one_optimizer_of_two_models_takes_no_precision_by_names() -> None:

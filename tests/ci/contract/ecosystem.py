@@ -1,4 +1,4 @@
-"""Shared by tests beside other libraries: small models of transformers, their data, and Trainer's plain loop."""
+"""Shared by tests beside other libraries: small models of transformers, and their data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import lr_scheduler
 
-from ...support.loops import LossOf, PlainLoop, seeded
 from ...support.models import take_steps
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
@@ -69,13 +66,6 @@ def variables(started: dict[str, Any], stage: int, **more: Any) -> dict[str, Any
     return {**names, "stage": stage, "device": "cpu", "loss_fn": nn.functional.mse_loss, **more}
 
 
-def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return the calls of all ranks, in the order of the micro-batches."""
-    by_rank: list[Any] = [None] * WORLD_SIZE
-    dist.all_gather_object(by_rank, calls)
-    return [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
-
-
 DATASET = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
 
 
@@ -89,37 +79,3 @@ def training_arguments(folder: Path, **others: Any) -> Any:
         "disable_tqdm": True,
     }  # fmt: skip
     return TrainingArguments(**{**given, **others})
-
-
-def note_inputs(model: nn.Module, calls: list[dict[str, Tensor]]) -> Any:
-    """Append the tensors of each call to ``calls``. Return the hook's handle."""
-
-    def note(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
-        calls.append({name: value.clone() for name, value in given.items() if isinstance(value, Tensor)})
-
-    return model.register_forward_pre_hook(note, with_kwargs=True)
-
-
-def plain_trainer(loss_of: LossOf, calls: list[Any]) -> nn.Module:
-    """Train as Trainer does: four micro-batches a step, the schedule of four steps, no decay of biases and norms."""
-    from transformers import get_linear_schedule_with_warmup
-
-    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        found: lr_scheduler.LRScheduler = get_linear_schedule_with_warmup(optimizer, 1, 4)
-        return found
-
-    model: Any = seeded(5, gpt2)
-    model.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
-    wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    loop = PlainLoop(
-        loss_of,
-        together=4,
-        divisor=lambda _: WORLD_SIZE,
-        scheduler=schedule,
-        max_norm=0.5,
-        optimizer=torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True),
-    )
-    loop.run(model, calls)
-    return model  # type: ignore[no-any-return]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ from zero import MicroBatchSampler
 
 from ...contract.recipes import assert_same_dict
 from ...support import loops
-from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
 from ...support.plain import assert_same_states
-from .ecosystem import COUNT, State, gpt2, state_of, training_arguments, variables
-from .ecosystem import DATASET as DATASET_OF_WORDS
+from .ecosystem import COUNT, State, state_of, variables
 
 pytestmark = [pytest.mark.timeout(500)]
 
@@ -63,8 +60,8 @@ def halving(step: int) -> float:
     return 0.5**step
 
 
-def module_of(model: nn.Module, part: Any = None, *, by_hand: bool = False) -> Any:
-    """Return a module of Lightning. ``part``: what is trained; ``by_hand``: it accumulates, clips and steps itself."""
+def module_of(model: nn.Module, *, by_hand: bool) -> Any:
+    """Return a module of Lightning. ``by_hand``: it accumulates, clips and steps itself."""
     import pytorch_lightning as pl
 
     class Module(pl.LightningModule):
@@ -91,7 +88,7 @@ def module_of(model: nn.Module, part: Any = None, *, by_hand: bool = False) -> A
             self.log("loss", loops.mean_loss(self.model, batch), sync_dist=True)
 
         def configure_optimizers(self) -> Any:
-            optimizer = torch.optim.AdamW((part or self).parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -137,10 +134,7 @@ def loop(names: dict[str, Any], path: str, resumed: str, is_fabric: bool) -> Any
 
 
 def trained(started: dict[str, Any], folder: Path, resumed: str) -> dict[str, list[State]]:
-    """Run the block of each library at each stage, at the other one if it goes on. Return the states.
-
-    If it does not go on, let libraries also refuse what they cannot do, and train two models.
-    """
+    """Run the block of each library at each stage, at the other one if it goes on. Return the states."""
     os.chdir(folder)
     states: dict[str, list[State]] = {library: [] for library in HERE}
     for library in HERE:
@@ -154,10 +148,6 @@ def trained(started: dict[str, Any], folder: Path, resumed: str) -> dict[str, li
             optimizer.check_replicas()
             optimizer.close()
             states[library].append(state_of(model))
-    if not resumed:
-        half_prepared(started, folder)
-        if "accelerate" in HERE:
-            two_models(started, folder)
     return states
 
 
@@ -210,104 +200,3 @@ def test_a_block_has_the_plain_loops_bits_saves_and_goes_on_with_another_number_
             weights, saved = read_saved(library, folder / f"{library}-{resumed}{stage}")
             assert_same_dict({name: weights[name] for name in state}, plain.state_dict())
             assert_same_states(saved, optimizer.state_dict())
-
-
-def accelerate_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
-    from zero.integrations.accelerate import ZeroAccelerator
-
-    accelerator = ZeroAccelerator()
-    model, loader = accelerator.prepare(names["model"], names["loader"])
-    accelerator.backward(loops.mean_loss(model, next(iter(loader))))
-
-
-def fabric_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
-    from lightning_fabric import Fabric
-
-    from zero.integrations.fabric import ZeroFabricStrategy
-
-    started = Fabric(strategy=ZeroFabricStrategy(), accelerator="cpu", devices=names["world"])
-    started.launch()
-    loops.mean_loss(started.setup_module(names["model"]), next(iter(names["loader"]))).backward()
-
-
-def lightning_with_an_optimizer_of_a_part(names: dict[str, Any], _: Path) -> None:
-    names |= {"module": module_of(names["model"], names["model"][0]), "epochs": 1}
-    exec(loops.BLOCKS["Lightning's Trainer"], names)
-
-
-def trainer_with_a_part_that_is_unfrozen(_: dict[str, Any], folder: Path) -> None:
-    from transformers import TrainerCallback
-
-    from zero.integrations.transformers import ZeroTrainer
-
-    class Unfreezing(TrainerCallback):  # type: ignore[misc, unused-ignore]
-        def on_step_end(self, *_: Any, **named: Any) -> None:
-            named["model"].requires_grad_()
-
-    model = loops.seeded(5, gpt2)
-    model.get_submodule("transformer.h.0").requires_grad_(False)
-    given = {"args": training_arguments(folder), "train_dataset": DATASET_OF_WORDS, "callbacks": [Unfreezing()]}
-    ZeroTrainer(model=model, **given).train()
-
-
-HALF_PREPARED: dict[str, Callable[[dict[str, Any], Path], None]] = {
-    "accelerate": accelerate_without_its_optimizer,
-    "lightning_fabric": fabric_without_its_optimizer,
-    "pytorch_lightning": lightning_with_an_optimizer_of_a_part,
-    "transformers": trainer_with_a_part_that_is_unfrozen,
-}
-
-
-def half_prepared(started: dict[str, Any], folder: Path) -> None:
-    """Assert that a gradient that no optimizer averages is an error on every rank."""
-    for library, call in HALF_PREPARED.items():
-        if importlib.util.find_spec(library):
-            said = error_of(call, names_of(started, 2, 5), folder)
-            assert_in_order("RuntimeError … a backward gave a gradient to ' … and no ZeroOptimizer has it", said)
-
-
-def two() -> tuple[nn.Module, nn.Module]:
-    return loops.seeded(5, loops.network), loops.seeded(6, lambda: nn.Linear(loops.CLASSES, loops.CLASSES))
-
-
-def two_models(started: dict[str, Any], folder: Path) -> None:
-    """Train two models by one optimizer, and let each rank save, as if each were alone on its host."""
-    from accelerate.state import AcceleratorState, GradientState
-    from accelerate.utils import ProjectConfiguration
-
-    from zero.integrations.accelerate import ZeroAccelerator
-
-    AcceleratorState._reset_state(reset_partial_state=True)  # of the block, which computes in bf16
-    GradientState._reset_state()
-    os.environ["LOCAL_RANK"] = "0"
-    project = ProjectConfiguration(save_on_each_node=True)
-    accelerator = ZeroAccelerator(stage=3, gradient_accumulation_steps=2, project_config=project)
-    first, second, sampler = *two(), sampler_of(started["rank"], started["world"])
-    both = [*second.parameters(), *first.parameters()]
-    optimizer, loader = torch.optim.AdamW(both, lr=1e-2), DataLoader(DATASET, batch_sampler=sampler)
-    first, second, optimizer, loader = accelerator.prepare(first, second, optimizer, loader)
-    for batch in loader:
-        with accelerator.accumulate(first, second):
-            accelerator.backward(loops.mean_loss(lambda inputs: second(first(inputs)), batch))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(both, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-    accelerator.save_state(f"{folder}/{started['rank']}")
-    optimizer.optimizer.close()
-
-
-def test_accelerate_trains_two_models_by_one_optimizer_and_saves_on_each_node(ranks: Any) -> None:
-    pytest.importorskip("accelerate")
-    from safetensors.torch import load_file
-
-    first, second = two()
-    optimizer = torch.optim.AdamW([*second.parameters(), *first.parameters()], lr=1e-2)
-    loops.PlainLoop(together=4, optimizer=optimizer).run(nn.Sequential(first, second), epochs_of(0))
-    for rank in range(2):
-        for file, model in (("model", first), ("model_1", second)):
-            saved = load_file(ranks[0] / str(rank) / f"{file}.safetensors")
-            assert_same_dict({name: saved[name] for name in model.state_dict()}, model.state_dict())
-        assert_same_states(
-            torch.load(ranks[0] / str(rank) / "optimizer.bin", weights_only=True), optimizer.state_dict()
-        )

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer
+from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
 from ...contract.recipes import assert_same_dict
 from ...support.errors import assert_in_order, error_of
 from ...support.launched import launch
 from ...support.loops import code_of, seeded
 from ...support.refused import REFUSED
-from .ecosystem import DATASET, WORLD_SIZE, by_micro_batch, gpt2, note_inputs, plain_trainer, state_of, variables
+from .ecosystem import DATASET, gpt2, state_of, variables
 from .ecosystem import training_arguments as arguments_of
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("accelerate")
+Accelerator = pytest.importorskip("accelerate").Accelerator
 
 from zero.integrations.transformers import ZeroConfig, ZeroTrainer  # noqa: E402
 
@@ -228,6 +228,15 @@ def clips_before_it_trains(arguments: Any) -> None:
     trainer_of(ZeroTrainer, model_of(), arguments).accelerator.clip_grad_norm_([], 1.0)
 
 
+class Unfreezing(transformers.TrainerCallback):  # type: ignore[misc, name-defined, unused-ignore]
+    def on_step_end(self, *_: Any, **named: Any) -> None:
+        named["model"].requires_grad_()
+
+
+def unfreezes(arguments: Any) -> None:
+    trainer_of(ZeroTrainer, model_of(trains=in_blocks), arguments, callbacks=[Unfreezing()]).train()
+
+
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
 SCHEDULER = torch.optim.lr_scheduler.ConstantLR(SGD)
 TWICE = "ValueError: ZeroTrainer would deal out what the {} has dealt already"
@@ -240,6 +249,7 @@ ERRORS: dict[str, Callable[[Any], Any]] = {
     TWICE.format("MicroBatchSampler"): own("get_train_dataloader", by_micro_batches),
     "ValueError: ZeroTrainer got zero=..., and create_optimizer built a Zero": own("create_optimizer", sharded_by_hand),
     "RuntimeError: ZeroTrainer clips after train() has built the optimizer": clips_before_it_trains,
+    "RuntimeError … a backward gave a gradient to ' … and no ZeroOptimizer has it": unfreezes,
     "'NoneType' object is not callable": with_(optimizer_cls_and_kwargs=(lambda: None, {})),
 }
 
@@ -286,88 +296,63 @@ RUNS: list[tuple[ZeroConfig, dict[str, Any]]] = [
     (ZeroConfig(stage=1), {CHECKPOINTING: True}),
     (ZeroConfig(stage=3), {}),
 ]
+MASTERS = ZeroConfig(stage=3, mixed_precision=MixedPrecision(torch.bfloat16))
 
 
-def train_on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
-    """Train, and train on from the checkpoint at half the steps.
+def train_on_two_ranks(started: dict[str, Any], folder: Path) -> tuple[Any, ...]:
+    """Train by the recipe's block, and another model from Trainer's own checkpoint at half the steps.
 
-    Return for each run the inputs in the order of the micro-batches, the state after either training, and the
-    evaluation loss of either; and what `further` returns.
+    Return for each run the state after either training, and the evaluation losses; the states of a model with master
+    weights, of which a part is trained, and of one that goes on from its checkpoint; and errors of unequal datasets.
     """
     results = []
     for number, (zero, changes) in enumerate(RUNS):
         arguments = arguments_of(folder / f"run-{number}", **HALF, **changes)
-        names = variables(started, zero.stage, args=arguments, dataset=DATASET, model=seeded(5, gpt2))
-        calls: list[dict[str, Tensor]] = []
-        handle = note_inputs(names["model"], calls)
+        names = variables(started, zero.stage, args=arguments, dataset=DATASET, model=model_of())
         exec(code_of("Trainer"), names)
-        handle.remove()
         trainer = names["trainer"]
         trainer.zero_optimizer.check_replicas()
         later = trainer_of(ZeroTrainer, model_of(6), arguments, zero=zero)
-        resumed = trained(later, str(folder / f"run-{number}" / "checkpoint-2"))
+        resumed = trained(later, str(folder / f"plain-{number}" / "checkpoint-2"))
         losses = [one.evaluate(DATASET)["eval_loss"] for one in (trainer, later)]
         for one in (trainer, later):
             one.zero_optimizer.close()
-        results.append((by_micro_batch(calls), state_of(names["model"]), resumed, losses))
-    return [results, *further(folder)]
-
-
-def further(folder: Path) -> list[Any]:
-    """Go on from Trainer's checkpoint in one process, and leave one; train a part of a model with master weights.
-
-    Return the state of the first; those of the second after training, after going on from its checkpoint in the
-    sharded model, and in another model; and errors of unequal datasets.
-    """
-    arguments = arguments_of(folder / "two", **HALF, **UNCLIPPED)
-    more = trained(trainer_of(ZeroTrainer, model_of(6), arguments), str(folder / "one" / "checkpoint-2"))
-    trained(trainer_of(ZeroTrainer, model_of(), arguments))
-    zero = ZeroConfig(stage=3, mixed_precision=MixedPrecision(torch.bfloat16))
-    arguments, half, states = arguments_of(folder / "part", **HALF), str(folder / "part" / "checkpoint-2"), []
-    for resumptions in ((None, half), (half,)):
-        trainer = trainer_of(ZeroTrainer, model_of(trains=lambda name: "wte" not in name), arguments, zero=zero)
-        states += [trained(trainer, resume) for resume in resumptions]
+        results.append(([state_of(names["model"]), resumed], losses))
+    arguments, states = arguments_of(folder / "part", **HALF), []
+    for resume in (None, str(folder / "part" / "checkpoint-2")):
+        trainer = trainer_of(ZeroTrainer, model_of(trains=lambda name: "wte" not in name), arguments, zero=MASTERS)
+        states.append(trained(trainer, resume))
         trainer.save_model(str(folder / "saved"))
         trainer.zero_optimizer.close()
     trainer = trainer_of(ZeroTrainer, model_of(), arguments_of(folder / "unequal"))
     trainer.train_dataset = DATASET[: 6 + trainer.args.process_index]
     errors = [error_of(trainer.train), error_of(trainer.evaluate, trainer.train_dataset)]
-    return [more, states, errors]
+    return results, states, errors
 
 
-def of_one_process(folder: Path, **others: Any) -> Any:
-    """Return the arguments with which one process takes the micro-batches of two ranks."""
-    return arguments_of(folder, gradient_accumulation_steps=4, **HALF, **others)
+def test_two_ranks_train_the_bits_of_trainer_in_one_process_and_each_goes_on_from_the_others_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda _, *given: clip_grad_norm_(*given))
 
+    def of_one_process(cls: Any, seed: int, number: int) -> Any:
+        """Return a trainer of one process that takes the micro-batches of two ranks."""
+        changes = {"gradient_accumulation_steps": 4, **HALF, **RUNS[number][1]}
+        return trainer_of(cls, model_of(seed), arguments_of(tmp_path / f"plain-{number}", **changes), stage=2)
 
-def loss_of(changes: dict[str, Any]) -> Any:
-    def loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in changes):
-            found: Tensor = model(**call).loss
-        return found.float() * WORLD_SIZE  # as Trainer scales it
-
-    return loss
-
-
-def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_another_number(tmp_path: Path) -> None:
-    undisturbed = trained(trainer_of(Trainer, model_of(), of_one_process(tmp_path / "one", **UNCLIPPED)))
-    results, more, (first, *others), errors = launch(f"{__name__}:train_on_two_ranks", tmp_path, limit=280)
+    expected = [trained(of_one_process(Trainer, 5, number)) for number in range(len(RUNS))]
+    results, states, errors = launch(f"{__name__}:train_on_two_ranks", tmp_path, limit=280)
+    for number, (found, losses) in enumerate(results):
+        for cls in (Trainer, ZeroTrainer):
+            back = of_one_process(cls, 6, number)
+            found.append(trained(back, str(tmp_path / f"run-{number}" / "checkpoint-2")))
+            losses.append(back.evaluate(DATASET)["eval_loss"])
+        for state in found:
+            assert_same_dict(state, expected[number])
+        assert len({*losses}) == 1
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
+    for state in (states[1], state_of(saved)):
+        assert_same_dict(state, states[0])
+    assert {value.dtype for value in states[0].values()} == {torch.bfloat16}
     for name, error in zip(("train_dataset", "evaluation dataset"), errors, strict=True):
         assert f"the length of the {name} is 6 on rank 0 and 7 on rank 1: give all ranks the same" in error
-    for (_, changes), (calls, state, resumed, losses) in zip(RUNS, results, strict=True):
-        assert len(calls) == 16
-        expected = state_of(plain_trainer(loss_of(changes), calls))
-        assert_same_dict(state, expected)
-        assert_same_dict(resumed, expected)
-        assert losses[0] == losses[1]
-    later = trainer_of(ZeroTrainer, model_of(6), of_one_process(tmp_path / "run-2"), 2)
-    assert_same_dict(trained(later, str(tmp_path / "run-2" / "checkpoint-2")), expected)
-    assert later.evaluate(DATASET)["eval_loss"] == losses[0]
-    assert_same_dict(more, undisturbed)  # on two ranks, from Trainer's checkpoint in one process
-    back = trainer_of(Trainer, model_of(6), of_one_process(tmp_path / "two", **UNCLIPPED))
-    assert_same_dict(trained(back, str(tmp_path / "two" / "checkpoint-2")), undisturbed)
-    for state in others:
-        assert_same_dict(state, first)
-    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
-    assert_same_dict(state_of(saved), first)
-    assert {value.dtype for value in first.values()} == {torch.bfloat16}

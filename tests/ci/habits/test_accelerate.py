@@ -6,6 +6,7 @@ Budget: 60 processor seconds; 34 were measured.
 from __future__ import annotations
 
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,7 @@ class Plain(Accelerator):  # type: ignore[misc, unused-ignore]
 
 
 def options(folder: Path, accumulated: int) -> dict[str, Any]:
-    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    project = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, save_on_each_node=True)
     return {
         "cpu": True, "project_config": project, "gradient_accumulation_steps": accumulated,
         "dataloader_config": DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
@@ -116,10 +117,14 @@ def options(folder: Path, accumulated: int) -> dict[str, Any]:
 
 
 def on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
-    """Run the script at each stage, and again from the checkpoint of the first epoch, which another stage saved."""
+    """Run the script at each stage, and again from the checkpoint of the first epoch, which another stage saved.
+
+    Each rank saves in its own folder, as if it were alone on its host.
+    """
     from zero.integrations.accelerate import ZeroAccelerator
 
-    results = []
+    os.environ["LOCAL_RANK"] = "0"
+    results, folder = [], folder / str(started["rank"])
     for stage in STAGES:
         accelerator = ZeroAccelerator(stage=stage, **options(folder / str(stage), MICRO_BATCHES // 2))
         results.append(script(accelerator))
@@ -140,9 +145,9 @@ def test_two_models_with_optimizers_of_their_own_have_accelerates_bits_files_and
     for number, result in enumerate(results):
         began = number >= len(STAGES)  # at the second epoch, if resumed
         assert result == measured[began:]
-    for stage, which in itertools.product(STAGES, ("", "resumed-")):
+    for rank, stage, which in itertools.product(range(2), STAGES, ("", "resumed-")):
         for epoch in range(bool(which), EPOCHS):
-            names = (f"{which}{stage}", "plain")
+            names = (f"{rank}/{which}{stage}", "plain")
             assert_same_files(*(tmp_path / name / "checkpoints" / f"checkpoint_{epoch}" for name in names))
 
 
