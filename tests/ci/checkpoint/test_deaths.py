@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import threading
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import zero
 from collectives import CollectiveError, Transport, on_threads
-from zero import CheckpointManager
+from zero import CheckpointManager, ZeroOptimizer
+from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps, steps_in
+from zero.checkpoint.write.capture import Snapshot
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 
 from ...checkpoint.disk import DiedError, Disk
-from ...checkpoint.saved import Training, entries, names
-from ...support.limits import PATIENT
+from ...checkpoint.saved import Training, entries, names, step_folder
+from ...support.limits import PATIENT, at_once
+from ...support.pool import GlooPool, ProgramError
+from ...support.small import blocks
 
 DISTANCE = 7  # a death at every seventh call of a save
 
@@ -108,3 +116,57 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
 
     assert len(set(on_threads(3, program, timeout=PATIENT))) == 1
     assert entries(tmp_path / "run") == names(*([1] if row == "saved over" else [])), "and nothing else is left"
+
+
+def ends(group: Any, rank: int, folder: str, how: str) -> None:
+    model = blocks()
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, process_group=group)
+    ends_here = rank == (0 if how == "dies after the rename" else 1)
+    sync_folder = files.sync_folder
+
+    def step() -> None:
+        model(torch.full((2, 4), rank + 1.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def dies(path: Path) -> bool:
+        if (Path(folder) / "step-00000002").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return sync_folder(path)
+
+    step()
+    with pytest.MonkeyPatch.context() as patch, CheckpointManager(folder, optimizer) as checkpoints:
+        patch.setattr("zero.checkpoint.manager._GRACE", PATIENT if how == "leaves" else 0.1)
+        checkpoints.save(1, blocking=True)
+        optimizer.exchange(b"")
+        if ends_here and how == "dies after the rename":
+            patch.setattr(files, "sync_folder", dies)
+        elif ends_here and how == "dies":
+            patch.setattr(Snapshot, "take", lambda *_: threading.Event().wait())
+        saving = checkpoints.save(2)
+        if how == "dies after the rename":
+            content = saving.result(PATIENT)
+            (Path(folder) / "seen").write_text(content)
+        elif not ends_here:
+            with at_once(), pytest.raises(CollectiveError):
+                step()
+            (Path(folder) / "seen").write_text("a CollectiveError")
+        elif how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ZeroDivisionError("of the test")
+
+
+@pytest.mark.parametrize("how", ["leaves", "dies", "dies after the rename"])
+def test_a_process_that_leaves_or_dies_while_a_save_is_under_way(gloo: GlooPool, how: str, tmp_path: Path) -> None:
+    with pytest.raises((RuntimeError, ProgramError), match=r"of the test|the process of rank \d died"):
+        gloo.run(ends, str(tmp_path), how)
+    gloo.stop()
+    steps = complete_steps(tmp_path)
+    assert steps == ([1] if how == "dies" else [1, 2])
+    for number in steps:
+        zero.open_checkpoint(step_folder(tmp_path, number)).verify()
+    seen = zero.open_checkpoint(step_folder(tmp_path, 2)).content if "rename" in how else "a CollectiveError"
+    assert (tmp_path / "seen").read_text() == seen
+    with CheckpointManager(tmp_path, Training().optimizer) as checkpoints:
+        assert checkpoints.latest_step() == max(steps)
+    assert not [name for name in entries(tmp_path) if name.startswith(".tmp")]
