@@ -12,6 +12,31 @@ from torch import Tensor, nn
 from ..support.loops import seeded
 from ..support.narrowed import BF16
 
+LARGE = 64  # elements from which on `Codes` keeps another state
+
+
+class Codes(torch.optim.Optimizer):
+    """Keeps the momentum of a large parameter in whole numbers of 8 bits, as 8-bit classes do, with a scale in bf16.
+
+    Also a copy in bf16, and something without elements.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    wide = p.grad + (0.9 * state["momentum"].float() * state["scale"] if state else 0)
+                    state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)], narrow=wide.bfloat16())
+                    if p.numel() >= LARGE:
+                        scale = (wide.abs().amax().clamp_min(1e-12) / 127).bfloat16()
+                        state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
+                    p.sub_(wide, alpha=group["lr"])
+
 
 class Products(torch.optim.Optimizer):
     """Multiplies gradients and parameters where they lie, so that bits may depend on their alignment."""

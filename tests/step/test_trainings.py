@@ -22,7 +22,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
-from .optimizers import ALONE, OPTIONS, Flagged, Momentum, Net, Ours, Popping, Products, every_second, gram
+from .optimizers import ALONE, OPTIONS, Codes, Flagged, Momentum, Net, Ours, Popping, Products, every_second, gram
 from .whole import (
     Groups,
     Large,
@@ -116,6 +116,7 @@ OF_SHAMPOO = {"optimizer_class": Shampoo, "partition": "parameter"}
 MOMENTUM = {"lr": 1e-3, "momentum": 0.9}
 POPPING = Training(Mixed, with_a_class, torch.optim.SGD, MOMENTUM, {Popping: OF_POPPING}, added=1, counted=False)
 FLAGGED = Training(Mixed, flagged, torch.optim.Adagrad, {"lr": 0.03})
+CODES = Training(Mixed, whole, Codes, counted=False)
 PIECES = Training(Large, in_pieces, Blockwise)
 ALIGNED = Training(Matrices, lambda model: of_one_class(model, blocks=0), Products)
 ADAGRAD = rounded(Mixed, in_two, torch.optim.Adagrad, initial_accumulator_value=0.1)
@@ -123,6 +124,7 @@ MUON, ADAFACTOR, ADAMW = in_blocks(), in_blocks(torch.optim.Adafactor, (16, 16))
 OURS = Training(Mixed, with_our_names, Ours, {"stage": 3.5, "partition": 0.25, "divisor": 1.5, "units": 0.75})
 P = Place
 ROWS: dict[str, tuple[Training, Place, Place, str]] = {
+    "states in 8 bits": (CODES, P(2, 0), P(1, 1), "checkpoint"),
     "subclasses": (Training(Wide, whole, Blockwise), P(1, 2), P(2, 3), "of the class"),
     "pieces of blocks": (PIECES, P(3, 2), P(2, 3), "checkpoint"),
     "two classes": (Training(Mixed, groups_of), P(1, 2), P(2, 0), "of the class"),
@@ -163,6 +165,8 @@ def test_a_state_that_cannot_be_sent_is_named_on_every_rank() -> None:
     for message in Training(Net, whole, ALONE["OwnObjects"], OPTIONS, counted=False).on(P(2, 3), run):
         assert "['keeper'] is a Keeper" in message
 
+
+# -- on accelerators, where a class steps the buckets of a group in one call -------------------------------------------
 
 SMALL = {"bucket_cap_mb": 0.0002}
 
