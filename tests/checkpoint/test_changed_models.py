@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,21 @@ def test_the_average_of_a_parameter_that_was_frozen_begins_with_its_weights(tmp_
     for found in on_threads(3, read):
         assert "body.weight" in found
         assert_same_value(found, {name: expected[name] for name in found}, "averages")
+
+
+def test_a_parameter_that_was_never_trained_is_saved_alike_whenever_it_was_frozen(tmp_path: Path) -> None:
+    def content(transport: Transport, moment: str) -> str:
+        model = seeded(0, Net).bfloat16()
+        model.inner.requires_grad_(moment == "later")
+        optimizer = ZeroOptimizer(model, mixed_precision=BF16, process_group=transport)
+        model.inner.requires_grad_(False)
+        model(torch.arange(WORDS)).backward()
+        optimizer.step()
+        return save(tmp_path / f"{moment} {transport.world_size}", optimizer).result()
+
+    moments = itertools.product(("before", "later"), (1, 2))
+    found = [on_threads(n, functools.partial(content, moment=moment)) for moment, n in moments]
+    assert len({each for ranks in found for each in ranks}) == 1
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -273,7 +273,7 @@ class Contents:
             for slots, state in self.own_states(number):
                 text = json.dumps(self._described(bucket, slots.start, state).to_json(), sort_keys=True)
                 runs.append([number, slots.start, slots.stop, known.setdefault(text, len(known))])
-            masters += [[number, slot] for slot in self._extra_masters(bucket)]
+            masters.append([number, self._saved_masters(bucket)])
         return json.dumps({"kinds": [json.loads(text) for text in known], "runs": runs, "masters": masters}).encode()
 
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
@@ -292,22 +292,25 @@ class Contents:
         """Return the states that are not as large as their parameter, as `encode_states` does."""
         return encode_states(state.scalars, f"optimizer.state[{bucket.specs[slot].name!r}]", state.elementwise)
 
-    def _extra_masters(self, bucket: Bucket) -> list[int]:
-        """Return the slots of a frozen bucket whose master weights, on this rank, are not the widened parameters.
+    def _saved_masters(self, bucket: Bucket) -> list[int]:
+        """Return the slots whose master weights are saved, of those that this rank writes.
 
-        A frozen parameter has master weights of its own if it was trained for a while.
+        A parameter that is frozen now has master weights of its own only if it was trained for a while: else they are
+        the widened parameter, and a run in which it was frozen from the start has none.
         """
-        states = bucket.states
-        if bucket.specs[0].trainable or states.master is None or not states.master.exists:
+        if not bucket.spec.dtypes.has_master:
             return []
+        pieces, states = self.writers.pieces(bucket.spec, self.transport.rank), bucket.states
+        found = {piece.slot for piece in pieces if bucket.parameters[piece.slot].requires_grad}
+        if states.master is None or not states.master.exists or len(found) == len({piece.slot for piece in pieces}):
+            return sorted(found)
         weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank)
         synced, low = states.synced_weights(), states.begin
-        found = []
-        for piece in self.writers.pieces(bucket.spec, self.transport.rank):
+        for piece in pieces:
             narrow = weights.piece(piece).to(synced.dtype)
             if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
-                found.append(piece.slot)
-        return found
+                found.add(piece.slot)
+        return sorted(found)
 
     def merge(self, told: Sequence[bytes]) -> StateFacts:
         """Return the facts that all ranks have described."""
@@ -318,11 +321,7 @@ class Contents:
             kinds = [SlotState.from_json(kind) for kind in found["kinds"]]
             for number, begin, end, kind in found["runs"]:
                 states.update(((number, slot), kinds[kind]) for slot in range(begin, end))
-            masters.update((number, slot) for number, slot in found["masters"])
-        for number in self.updated:
-            bucket = self.buckets[number]
-            if bucket.spec.dtypes.has_master and bucket.specs[0].trainable:
-                masters.update((number, slot) for slot in range(len(bucket.specs)))
+            masters.update((number, slot) for number, slots in found["masters"] for slot in slots)
         return StateFacts(states, frozenset(masters))
 
 
