@@ -34,6 +34,7 @@ from collectives.launches.sentinel import SENTINEL
 from zero import ZeroOptimizer
 
 from .support.models import seeded
+from .support.parts import parts_of
 from .support.processes import PATIENCE, Group
 from .support.streamed import Mail, StreamedGloo, StreamedLoopback
 
@@ -137,7 +138,7 @@ def train(case: Case, transport: Transport, diverging: Callable[[], None]) -> Se
                 def before(place: int, diverges: bool = diverges) -> None:
                     if diverges and place == case.block:
                         diverging()
-                        end(case, optimizer._engine.parts.transport)
+                        end(case, parts_of(optimizer).transport)
 
                 batch = torch.ones(2, WIDTH) * (1 + transport.rank + step + number)
                 model(batch, order_of(case, diverges), before).square().mean().backward()

@@ -19,6 +19,7 @@ from ..support.loops import seeded
 from ..support.machine.hosts import Wires
 from ..support.machine.program import Clip, Divide
 from ..support.machine.run import run
+from ..support.parts import parts_of
 from ..support.rows import rows
 from ..support.sockets import on_hosts, on_wires, routed
 
@@ -81,7 +82,7 @@ def test_a_rank_that_fails_is_named_by_its_number_in_the_group_in_all_replicas(s
         own = {"stage": stage, "sharding_factor": 2, "collective": name, "process_group": transport}
         optimizer = ZeroOptimizer(model, **own)
         if transport.rank == 3:
-            optimizer._transport.abort("rank 3: unplugged")
+            parts_of(optimizer).transport.abort("rank 3: unplugged")
         backward(model)
         optimizer.step()
 
@@ -105,7 +106,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
     def program(transport: Transport) -> None:
         model = wide()
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=reshard)
-        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
+        manager: Any = parts_of(optimizer).storage.manager  # type: ignore[attr-defined]
 
         def kept() -> int:
             buffers = [buffer for unit in manager.units for buffer in unit.gathered.buffers]

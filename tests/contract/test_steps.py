@@ -95,8 +95,9 @@ def poison_padding(flat: Tensor, bucket: BucketSpec, begin: int, end: int) -> No
 
 def poison(_: p.Command | None, of: Rank) -> None:
     optimizer, rank = of.optimizer, of.rank
-    storage: Any = optimizer._storage
-    pools, stage = [optimizer._transport.pool], parts_of(optimizer).stage
+    parts = parts_of(optimizer)
+    storage: Any = parts.storage
+    pools, stage = [parts.transport.pool], parts.stage
     if isinstance(storage, ShardedStorage):
         pools.append(storage.manager.gathered.pool)
         for buffer in storage.manager.buffers():

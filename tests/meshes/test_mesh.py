@@ -22,6 +22,7 @@ from ..support.errors import assert_in_order, error_of
 from ..support.limits import BOUND
 from ..support.machine.program import Backward, Scaled
 from ..support.machine.run import Played, run
+from ..support.parts import parts_of
 from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
 from ..support.rows import rows
@@ -123,7 +124,7 @@ def test_parts_along_two_dimensions_find_what_all_have_and_an_error_of_one_reach
         groups: Any = (transport.split(range(tp, 6, 2)), transport.split((2 * pp, 2 * pp + 1), 1))
         optimizer = ZeroOptimizer(nn.Linear(2, 2), process_group=transport.split([transport.rank], 2))
         place = MeshPlace(("dp",), (1,), (("pp", pp, 3), ("tp", tp, 2)), groups)
-        object.__setattr__(optimizer._engine.parts, "mesh", place)
+        object.__setattr__(parts_of(optimizer), "mesh", place)
         parts = ModelParts(optimizer)
         assert parts.name == f"pp-{pp}-tp-{tp}"
         with parts.comparing():

@@ -29,6 +29,7 @@ from ..support.loops import CLASSES, ROOT, SAMPLES, WIDTH, blocks_of, two_layers
 from ..support.models import build as locked_build
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
 from ..support.plain import assert_same_model
 
 ON_HOST = Offload("cpu", parameters="cpu")
@@ -60,7 +61,7 @@ def test_a_shard_stays_on_the_host_and_is_copied_for_a_step_on_the_device(
         held = sum(found.bytes[kind] for kind in ("parameters", "gradients", "optimizer"))
         counts = 4 * len(list(model.parameters())) if offload.step is None else 0
         assert held - found.offloaded_bytes <= counts, "step counts alone are on the device"
-        assert all(buffer.shard.numel() == 0 for buffer in optimizer._storage.manager.buffers())
+        assert all(buffer.shard.numel() == 0 for buffer in parts_of(optimizer).storage.manager.buffers())
         optimizer.close()
 
     [run(solo())] if ranks == 1 else on_threads(ranks, run, timeout=BOUND)

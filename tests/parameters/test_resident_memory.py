@@ -18,6 +18,7 @@ from zero import ZeroOptimizer
 from zero.parameters.unit_manager import UnitManager
 
 from ..support.errors import error_of
+from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from .stage3 import SLOWLY, TOGETHER, Blocks, on, on_blocks, plain_blocks, size_of, train, zero
@@ -126,7 +127,7 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor]:
         backward(model)
-        resident: Any = optimizer._storage.manager.resident  # type: ignore[attr-defined]
+        resident: Any = parts_of(optimizer).storage.manager.resident  # type: ignore[attr-defined]
         wait, interrupted = resident.wait_for_writes, []
 
         def interrupt() -> None:
@@ -157,7 +158,7 @@ def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> No
         model = Blocks(4)
         weights = [model.weight(number) for number in range(3)]
         optimizer = zero(weights, transport, module=model, lr=SLOWLY)
-        storage: Any = optimizer._storage
+        storage: Any = parts_of(optimizer).storage
         storage._shard_group.common = lambda sizes: None
         optimizer.add_param_group({"params": [p for p in model.parameters() if p.dim() == 1]})
         kinds = [(len(unit.resident), len(unit.gathered.buffers)) for unit in storage.manager.units[1:]]

@@ -42,6 +42,7 @@ from ..support.machine.program import Backward
 from ..support.machine.run import Played, play
 from ..support.machine.run import run as run_program
 from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
 from ..support.rows import only, rows
 from .stream_checker import Stream, StreamChecker, here, off, on_streams, pretend
 
@@ -327,7 +328,7 @@ def lends(training: Training, path: Path) -> None:
 
 def given_up(training: Training, path: Path) -> None:
     """Memory of a copy that is given up is used behind it."""
-    manager = training.optimizer._storage.manager
+    manager = parts_of(training.optimizer).storage.manager
     (buffer,) = manager.units[1].gathered.buffers
     buffer.begin_gather(torch.empty)
     with manager.gathered._copying(buffer):

@@ -19,6 +19,7 @@ from zero.step.user_optimizer import GROUPS_BESIDE_GATHERS
 from ..support.blockwise import Blockwise
 from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
 from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from ..support.sides import OnRank
@@ -193,7 +194,9 @@ def of_two_classes(model: nn.Module) -> list[dict[str, Any]]:
 
 def instances_of(optimizer: ZeroOptimizer) -> list[Any]:
     """Return the optimizer of torch that steps each bucket."""
-    return [bucket.states.instance for bucket in optimizer._storage.buckets if not bucket.specs[0].optimizer_class]
+    return [
+        bucket.states.instance for bucket in parts_of(optimizer).storage.buckets if not bucket.specs[0].optimizer_class
+    ]
 
 
 @pytest.mark.usefixtures("launched")

@@ -26,6 +26,7 @@ from zero.parameters.unit_manager import UnitManager
 
 from .errors import is_plain
 from .models import seeded
+from .parts import parts_of
 from .plain import assert_same_bits, share
 
 INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
@@ -211,7 +212,7 @@ def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Te
 
 
 def manager_of(optimizer: ZeroOptimizer) -> UnitManager:
-    storage = optimizer._storage
+    storage = parts_of(optimizer).storage
     assert isinstance(storage, ShardedStorage)
     return storage.manager
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from collectives import Kind, Pairwise, Tag, Transport, Work, on_threads
 from zero import ZeroOptimizer
 
+from ..support.parts import parts_of
+
 CAP_MB = 128 / 2**20  # two slots of 64 bytes: a bucket for each layer
 OPTIMIZER: dict[str, Any] = {"optimizer_class": torch.optim.SGD, "lr": 0.5, "momentum": 0.9}
 WEIGHTS = ([[1.0, 0.0, 0.0], [0.0, 0.0, 1.0]], [0.0, 0.0], [[1.0, 2.0]], [0.0])
@@ -104,7 +106,7 @@ def seen(transport: Transport, stage: int) -> Seen:
         collective=lambda transport: Noted(transport, launches),
         **OPTIMIZER,
     )
-    buckets, found = optimizer._engine.parts.storage.buckets, Seen(model)
+    buckets, found = parts_of(optimizer).storage.buckets, Seen(model)
     rows, bucket = found.rows, buckets[1]
 
     def shard(buffer: Any) -> str:
