@@ -27,7 +27,7 @@ ON_DEVICES = {  # likewise, on the paths for devices
     (8, 2): ((64_006, 2_222, 2_297), (5.75, 0.25, 0.25), (4_395.25, 221.75, 124.75), (225, 1, -3)),
     (8, 3): ((60_362, 2_077, 2_173), (3_597.25, 189, 81), (6_351.25, 316, 198), (830, 19, 22)),
 }
-HERE, THERE = tuple(only(FIGURES, (1, 2), (8, 3))), tuple(rows([], ON_DEVICES))
+HERE, THERE = tuple(only(FIGURES, (8, 3))), tuple(rows([], ON_DEVICES))
 
 
 @VERSIONS

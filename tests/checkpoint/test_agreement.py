@@ -360,6 +360,7 @@ def _stops(group: Any, rank: int) -> tuple[int, str | None]:
     return step, stop.why
 
 
+@pytest.mark.first(0)
 def test_all_ranks_hear_of_a_signal_in_the_same_step(gloo: GlooPool) -> None:
     assert gloo.run(_stops, ranks=(0, 1, 2)) == [(2, "rank 1 got SIGTERM")] * 3
 

@@ -99,9 +99,8 @@ ROWS: dict[str, tuple[Callable[[Config, list[Command]], list[Any]], Changes]] = 
     **{f"replicas of {each['sharding_factor']} with NCCL on streams": (on_streams, each) for each in REPLICAS},
 }
 FIRST = [
-    *("all_to_all, stage 3, bf16", "pairwise, stage 3, bf16", "native, stage 3", "kept by 2 with NCCL"),
-    *("fold by messages, stage 1, bf16", "fold by groups, stage 3", "all_to_all on streams, stage 0"),
-    *("kept by 2 with NCCL on streams", "replicas of 1 with NCCL on streams"),
+    *("pairwise, stage 3, bf16", "native, stage 3", "fold by groups, stage 3", "all_to_all on streams, stage 0"),
+    "kept by 2 with NCCL on streams",
 ]
 
 

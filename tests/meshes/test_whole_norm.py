@@ -62,6 +62,7 @@ def scaled(side: Any) -> list[Any]:
     return found
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("loop", "stage", "parts", "copies", "more"),
     [

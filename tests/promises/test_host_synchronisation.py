@@ -140,7 +140,7 @@ CASES: dict[str, tuple[int, tuple[Act, ...], Any, tuple[int, ...]]] = {  # ranks
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
+@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_a_step_looks_at_no_value_but_where_it_says_so(stage: int) -> None:
     for case, (ranks, acts, precision, counts) in CASES.items():
         with put_in(built_kernels()) if clip in acts else nullcontext():

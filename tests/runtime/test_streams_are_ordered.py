@@ -471,6 +471,7 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # name, ranks, stage, 
 )
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
 def test_no_access_is_unordered_on_whatever_streams_calls_are(
     row: tuple[str, int, int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -60,12 +60,15 @@ LENDS = [
     "changes",
     rows(
         [
-            {"stage": 0, "optimizer": "sgd momentum"},
             {"stage": 1, "optimizer": "adagrad", "precision": "bf16"},
-            {"stage": 2, "optimizer": "shampoo"},
             {"stage": 3, "collective": "pairwise", "precision": "bf16"},
         ],
-        [{"stage": 2, "optimizer": "adamw fused"}, {"stage": 3, "world_size": 1, "precision": "bf16"}],
+        [
+            {"stage": 0, "optimizer": "sgd momentum"},
+            {"stage": 2, "optimizer": "shampoo"},
+            {"stage": 2, "optimizer": "adamw fused"},
+            {"stage": 3, "world_size": 1, "precision": "bf16"},
+        ],
     ),
     ids=str,
 )

@@ -25,6 +25,7 @@ PIECE = 4096  # elements: pieces begin at multiples of it, and are not shorter
 LARGE = Training(Large, in_pieces, Blockwise)
 
 
+@pytest.mark.first(0)
 @pytest.mark.filterwarnings("ignore:not restored from")
 def test_a_checkpoint_with_blocks_of_another_size_is_refused_or_its_states_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -152,6 +152,7 @@ ROWS: dict[str, tuple[Training, Place, Place, str]] = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("row", ROWS)
 def test_training_goes_on_as_in_the_plain_loop(row: str, tmp_path: Path) -> None:
     assert_goes_on(*ROWS[row], tmp_path)
