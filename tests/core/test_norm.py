@@ -230,6 +230,11 @@ def with_a_bit(position: int) -> bytes:
 
 REFUSED: list[tuple[Callable[[Any], object], Sequence[Any], str]] = [  # call, what it is given
     (lambda p: PowerSum.of([p], 2.0), (torch.ones(4, 4), torch.ones(32)[::2]), "Value … 1-D contig"),
+    (
+        lambda dtype: PowerSum.of([torch.ones(4).to(dtype)], 2.0),
+        (torch.int64, torch.complex64),
+        "TypeError: … not torch.",
+    ),
     (lambda n: PowerSum(2.0).merge(PowerSum(n)), (3.0,), "ValueError: … 2.0-norm and a 3.0-norm"),
     (PowerSum.from_bytes, (b"", bytes(287), bytes(289)), "ValueError: … 288 bytes"),
     (lambda n: PowerSum.from_bytes(with_a_bit(n)), range(8, 16), "ValueError: … never set"),
