@@ -6,6 +6,7 @@ from ..dials import DIALS
 from ..dials.record import commands_of, config_of
 from ..support.machine.program import Command, Config
 from ..support.pairs import Row, pair_rows
+from ..support.rows import ALL
 from ..support.two_modes import TWO_MODES
 
 
@@ -15,7 +16,7 @@ def allowed(row: Row) -> bool:
     return all(dial.allows(row) for dial in DIALS) and (not modes or row["look"] == "modes")
 
 
-ROWS = pair_rows({dial.name: dial.names for dial in DIALS}, allowed)
+ROWS = pair_rows({dial.name: dial.names for dial in DIALS}, allowed, most=None if ALL else 12)
 
 
 def named(row: Row) -> str:

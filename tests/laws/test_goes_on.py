@@ -11,7 +11,7 @@ from ..support.machine.hosts import ThreadsOnHosts
 from ..support.machine.program import FOLDER, Average, Change, Consolidate, Describe, Load
 from ..support.machine.run import run
 from ..support.pairs import Row, pair_rows
-from ..support.rows import ALL, rows
+from ..support.rows import ALL
 from ..support.two_modes import TWO_MODES
 from .space import allowed, named
 
@@ -43,7 +43,7 @@ def after(row: Row) -> Row:
 USED = [dial for dial in DIALS if dial.name not in ("loop", "look")]
 VALUES = {dial.name: dial.names if ALL or dial.name == "stage" else dial.names[:2] for dial in USED}
 TABLE = {"how": list(HOW)} | VALUES | {f"{name} later": VALUES[name] for name in VALUES if name in OF_A_SETTING}
-ROWS = pair_rows(TABLE, of_one_training)
+ROWS = pair_rows(TABLE, of_one_training, most=None if ALL else 8)
 
 
 def case(row: Row) -> str:
@@ -64,7 +64,7 @@ USUAL = {name: values[0] for name, values in TABLE.items()}
     "row",
     [
         *(pytest.param({**USUAL, **changes}, id=name) for name, changes in LISTED.items()),
-        *(pytest.param(row, id=case(row)) for row in rows(ROWS[:8], ROWS[8:])),  # the first hold most pairs
+        *(pytest.param(row, id=case(row)) for row in ROWS),
     ],
 )
 def test_training_goes_on_from_what_was_saved(row: Row) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .trees import PACKAGES, TREES
+from .trees import PACKAGES, trees
 
 UNPICKLES = {
     *("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "jsonpickle", "yaml"),
@@ -83,14 +83,14 @@ def shared_writes(tree: ast.Module) -> list[tuple[int, str]]:
 def test_nothing_from_disk_or_from_a_peer_is_unpickled() -> None:
     ways = "import pickle\ndist.all_gather_object(a, b)\ntorch.load(p)\ntorch.load(p, weights_only=True)"
     assert [name for name, _ in unpickling(ast.parse(ways))] == ["pickle", "all_gather_object", "torch.load"]
-    found = {module: unpickling(tree) for module, tree in TREES.items()}
+    found = {module: unpickling(tree) for module, tree in trees().items()}
     assert found
     assert not any(found.values()), {module: places for module, places in found.items() if places}
 
 
 @pytest.mark.law("group ranks")
 def test_global_ranks_exist_in_one_module_alone() -> None:
-    found = {module for module, tree in TREES.items() if {name for name, _ in names(tree)} & GLOBAL_RANKS}
+    found = {module for module, tree in trees().items() if {name for name, _ in names(tree)} & GLOBAL_RANKS}
     assert found == {"collectives.backends.gloo"}
 
 
@@ -105,5 +105,5 @@ def test_no_function_changes_a_global_a_class_or_what_another_module_owns() -> N
     for body in CHANGES:
         source = f"from .somewhere import OTHER, other\nA: list = []\nclass C:\n def f(self, cls):\n  {body}"
         assert [line for line, _ in shared_writes(ast.parse(source))] == [5], body
-    found = {module: shared_writes(tree) for module, tree in TREES.items()}
+    found = {module: shared_writes(tree) for module, tree in trees().items()}
     assert not any(found.values()), {module: places for module, places in found.items() if places}

@@ -13,8 +13,13 @@ _Missing = dict[tuple[str, int], set[tuple[str, int]]]  # what each value of a s
 _TRIES = 12  # rows that compete for a place
 
 
-def pair_rows(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
-    """Return rows, always the same, in which each two values of two settings meet, if an allowed row has them."""
+def pair_rows(
+    settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True, *, most: int | None = None
+) -> list[Row]:
+    """Return rows, always the same, in which each two values of two settings meet, if an allowed row has them.
+
+    ``most``: return so many, the first ones, which hold most pairs.
+    """
     source, numbers = random.Random(0), {name: range(len(values)) for name, values in settings.items()}
     missing: _Missing = {
         (name, place): {(other, j) for other in settings if other != name for j in numbers[other]}
@@ -28,6 +33,8 @@ def pair_rows(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bo
     ]
     found: list[Row] = []
     for pair in sorted(pairs):
+        if len(found) == most:
+            break
         if pair[1] not in missing[pair[0]]:
             continue
         tries = (_filled(dict(pair), settings, missing, source) for _ in range(_TRIES))
