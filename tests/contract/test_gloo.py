@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import pytest
@@ -21,9 +17,9 @@ from ..dials.loops import step
 from ..dials.record import ODD, config_with
 from ..peaks import BLOCKS
 from ..support.machine.backends import Processes
-from ..support.machine.program import Backward, Clip, Command, Config, Describe, Setting, Step, Uneven, ZeroGrad
-from ..support.machine.run import Played, play, run
-from ..support.pool import GROUP_TIMEOUT, WITHOUT_GLOO, GlooPool, ProgramError, register_unmoving
+from ..support.machine.program import Backward, Clip, Config, Describe, Setting, Step, Uneven, ZeroGrad
+from ..support.machine.run import run
+from ..support.pool import GlooPool
 from ..support.rows import rows
 
 CLIPPED = [*step(1, Clip(0.1)), Backward(2, sync=False), *step(3), Describe()]
@@ -38,54 +34,13 @@ CLIPPED = [*step(1, Clip(0.1)), Backward(2, sync=False), *step(3), Describe()]
             ({"stage": 3, "world_size": 4, "sharding_factor": 2, "optimizer": "shampoo"}, (0, 1, 2, 3)),
             ({"stage": 2, "world_size": 2}, (1, 3)),
         ],
-        [
-            ({"stage": 3, "world_size": 2, "sharding_factor": 1}, (1, 3)),
-            ({"stage": 3, "world_size": 3, "dtype": "bfloat16", "rounded": True, "seed": 2}, (0, 1, 2)),
-        ],
+        [({"stage": 3, "world_size": 3, "dtype": "bfloat16", "rounded": True, "seed": 2}, (0, 1, 2))],
     ),
 )
 def test_all_ranks_and_a_sub_group_give_the_bits_of_the_plain_loop(
     gloo: GlooPool, changes: dict[str, Any], members: tuple[int, ...]
 ) -> None:
     run(config_with(changes), *CLIPPED, backend=Processes(gloo, members))
-
-
-def without_gloo(group: dist.ProcessGroup, rank: int, config: Config, commands: list[Command]) -> Any:
-    """Train in process groups that overlap and have no gloo: {0, 1}, {1, 3} and {1, 2, 3}, of which rank 1 is in all.
-
-    Return what was played in {1, 3}, and how many sockets are open after the groups that were not there before.
-    """
-    register_unmoving()
-    gc.collect()
-    before, found = _sockets(), None
-    parts = [[0, 1], [1, 3], [1, 2, 3]]
-    groups = [dist.new_group(part, timedelta(seconds=GROUP_TIMEOUT), WITHOUT_GLOO) for part in parts]
-    for part, of in zip(parts, groups, strict=True):
-        if rank in part:
-            if part == [1, 3]:
-                found = play(config, commands, of)
-            for _ in range(2):
-                ZeroOptimizer(nn.Linear(2, 2), process_group=of).close()
-            dist.destroy_process_group(of)
-    del groups, of
-    gc.collect()
-    return found, _sockets() - before
-
-
-def _sockets() -> int:
-    found = 0
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the folder itself, which is closed by now
-            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
-    return found
-
-
-@pytest.mark.parametrize("stage", rows([], [1, 3]))
-def test_groups_without_gloo_get_one_beside_them_that_their_ranks_alone_make(gloo: GlooPool, stage: int) -> None:
-    config = config_with({"stage": stage, "world_size": 2})
-    results = gloo.run(without_gloo, config, CLIPPED, ranks=range(4))
-    assert [sockets for _, sockets in results] == [0] * 4
-    run(config, *CLIPPED, backend=Played([found for found, _ in results if found is not None]))
 
 
 @pytest.mark.law("every rank enters")
@@ -139,18 +94,3 @@ def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gl
         assert found.bucket < found.whole / BLOCKS
         assert found.scratch <= 3 * found.bucket
         assert found.above <= 3 * found.bucket
-
-
-def different_calls(group: dist.ProcessGroup, rank: int) -> None:
-    optimizer = ZeroOptimizer(nn.Linear(4, 4), process_group=group)
-    (optimizer.consolidate_state_dict if rank else optimizer.step)()
-
-
-@pytest.mark.law("errors")
-def test_ranks_that_differ_learn_of_it_at_once(gloo: GlooPool) -> None:
-    with pytest.raises(ProgramError) as caught:
-        gloo.run(different_calls, ranks=range(2))
-    assert set(caught.value.errors) == {0, 1}
-    for _, message in caught.value.errors.values():
-        assert all(call in message for call in ("step()", "consolidate_state_dict(to=0)")), message
-        assert "no answer" not in message

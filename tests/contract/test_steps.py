@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import random
 from collections.abc import Callable
 from typing import Any
@@ -25,38 +24,31 @@ from ..support.parts import parts_of
 from ..support.rows import rows
 from .watched import train
 
+LOOKS = [p.Describe(), p.FullGrad(3), p.Consolidate(1), p.FullState(0, masters=True), p.Read()]
+
 
 def everything_but_step(command: p.Command | None, rank: Rank) -> None:
-    model, optimizer = rank.model, rank.optimizer
-    str(optimizer.describe()), repr(optimizer), optimizer.traffic, {q: dict(s) for q, s in optimizer.state.items()}
-    optimizer.check_replicas()
-    optimizer.exchange(b"hello")
-    for parameter in model.parameters():
-        optimizer.full_grad(parameter)
-    optimizer.consolidate_state_dict(1)
-    if optimizer.rank == 1:
-        optimizer.state_dict()["state"].clear()
-    with optimizer.gathered():
-        copied = copy.deepcopy(model)
-        torch.save(model.state_dict(), io.BytesIO())
+    """Look at all there is, edit what was returned, and build another optimizer in the same group."""
+    for look in LOOKS:
+        rank.do(look)
+    if rank.rank == 1:
+        rank.optimizer.state_dict()["state"].clear()
+    with rank.optimizer.gathered():
+        copied = copy.deepcopy(rank.model)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
     if not isinstance(command, p.Keep):  # after a forward, this would edit tensors that the backward needs
-        with optimizer.gathered([model.first.bias, model.last.weight], write=True):
+        with rank.optimizer.gathered([rank.model.first.bias], write=True):
             pass
-        with optimizer.no_sync():
-            rank.forward(p.Evaluate(7))
+        rank.do(p.Evaluate(7, inference=command is None))
     if isinstance(command, p.Clip):
         for norm_type in (2.0, 3.0, float("inf")):
-            optimizer.clip_grad_norm_(float("inf"), norm_type)
+            rank.clip(float("inf"), norm_type)
     if command is None or isinstance(command, p.ZeroGrad):
-        optimizer.zero_grad()
-        optimizer.divisor = float(optimizer.divisor)
-    if command is None:
-        rank.forward(p.Evaluate(7, inference=True))
-    other = ZeroOptimizer(nn.ParameterList([torch.ones(3)]), process_group=rank.group, stage=rank.setting.stage)
-    other.close()
+        rank.clear()
+        rank.divisor = float(rank.divisor)
+    ZeroOptimizer(nn.ParameterList([torch.ones(3)]), process_group=rank.group, stage=rank.setting.stage).close()
 
 
 @pytest.mark.law("only a step")
@@ -72,17 +64,13 @@ def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
     assert ambient() == before
 
 
-def fill_memory(monkeypatch: pytest.MonkeyPatch, byte: int) -> None:
-    def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def allocated(*arguments: Any) -> Tensor:
-            found = allocate(*arguments)
-            found.view(torch.uint8).fill_(byte)
-            return found
+def filled(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocated(*arguments: Any) -> Tensor:
+        found = allocate(*arguments)
+        found.view(torch.uint8).fill_(255)
+        return found
 
-        return allocated
-
-    monkeypatch.setattr(Pool, "take", filled(Pool.take))
-    monkeypatch.setattr(Transport, "empty", filled(Transport.empty))
+    return allocated
 
 
 def poison_padding(flat: Tensor, bucket: BucketSpec, begin: int, end: int) -> None:
@@ -128,5 +116,6 @@ def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.
     Between the phases NaN is written to all memory that belongs to no parameter: padding of parameters, gradients and
     states, and free buffers. Parameters, norms and states must not change.
     """
-    fill_memory(monkeypatch, 255)
+    for of, name in ((Pool, "take"), (Transport, "empty")):
+        monkeypatch.setattr(of, name, filled(getattr(of, name)))
     train(stage, poison)

@@ -311,7 +311,7 @@ DIALS = (
                 *(p.Clip(0.1), p.Step(), p.ZeroGrad()),
             ],
             "uneven": [
-                *(p.Uneven(1, (2, 0, 1)), p.Clip(0.5), p.Step(), p.ZeroGrad()),
+                *(OFF, p.Uneven(1, (2, 0, 1)), p.Backward(5), p.Clip(0.5), p.Step(), p.ZeroGrad()),
                 *(p.Uneven(2, (0, 1, 3)), p.Uneven(3, (1, 0), sync=False), p.Step(), p.ZeroGrad(), *step(4)),
             ],
             "joined": [p.Joined(1, (2, 0, 1, 1)), *step(5), p.Joined(6, (1, 3), sets=True)],
@@ -322,7 +322,11 @@ DIALS = (
                 *(p.Scaled(5, unscale=False), p.Scaled(6, 8.0, overflow=0, unscale=False, further=True), *step(7)),
                 *(p.Scaled(8, overflow=0, beside="also"), *step(9)),
             ],
-            "kept": [p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())],
+            "kept": [  # frozen behind a forward, it gets no gradient from it; also on top of another backward
+                *(p.Keep(1), *step(2, p.BackwardOfKept()), p.Keep(3), p.Freeze((2,)), *step(4, p.BackwardOfKept())),
+                *(p.Freeze((2,)), p.Keep(5), p.Freeze((2,)), p.BackwardOfKept(), *step(6), p.Freeze((2,))),
+                *(p.Backward(8), p.Keep(9), p.Freeze((2,)), p.BackwardOfKept(), *step(10)),
+            ],
             "fails": [
                 p.Fail(1),
                 *step(2, p.Fail(3)),

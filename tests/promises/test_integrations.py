@@ -35,6 +35,7 @@ from ..support.plain import assert_same_model, assert_same_states
 from ..support.refused import REFUSED
 from ..support.rows import rows
 from ..support.two_modes import ScheduleFree
+from ..support.updates import Updates
 
 
 @pytest.fixture
@@ -73,15 +74,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-class OfItsFirstGroup(torch.optim.SGD):
+class OfItsFirstGroup(Updates, torch.optim.SGD):
     """Steps with what its first group has."""
 
-    def step(self, closure: Any = None) -> Any:
-        first = self.param_groups[0]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.data.add_(parameter.grad, alpha=-first["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.add_(p.grad, alpha=-self.param_groups[0]["lr"])
 
 
 @pytest.mark.parametrize(

@@ -11,60 +11,43 @@ from torch import Tensor, nn
 
 from ..support.loops import seeded
 from ..support.narrowed import BF16
+from ..support.updates import Updates, WithRate
 
 LARGE = 64  # elements from which on `Codes` keeps another state
 
 
-class Codes(torch.optim.Optimizer):
+class Codes(WithRate):
     """Keeps the momentum of a large parameter in whole numbers of 8 bits, as 8-bit classes do, with a scale in bf16.
 
     Also a copy in bf16, and something without elements.
     """
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    wide = p.grad + (0.9 * state["momentum"].float() * state["scale"] if state else 0)
-                    state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)], narrow=wide.bfloat16())
-                    if p.numel() >= LARGE:
-                        scale = (wide.abs().amax().clamp_min(1e-12) / 127).bfloat16()
-                        state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
-                    p.sub_(wide, alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        wide = p.grad + (0.9 * state["momentum"].float() * state["scale"] if state else 0)
+        state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)], narrow=wide.bfloat16())
+        if p.numel() >= LARGE:
+            scale = (wide.abs().amax().clamp_min(1e-12) / 127).bfloat16()
+            state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
+        p.sub_(wide, alpha=group["lr"])
 
 
-class Products(torch.optim.Optimizer):
+class Products(WithRate):
     """Multiplies gradients and parameters where they lie, so that bits may depend on their alignment."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad @ (p.grad.T @ p.grad).tanh() + p @ (p.T @ p.grad), alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad @ (p.grad.T @ p.grad).tanh() + p @ (p.T @ p.grad), alpha=group["lr"])
 
 
-class Scaled(torch.optim.SGD):
+class Scaled(Updates, torch.optim.SGD):
     """Its updates are scaled by what its constructor was given, which no param group holds."""
 
     def __init__(self, params: Any, lr: float = 0.05, scale: float = 1.0, **kwargs: Any) -> None:
         super().__init__(params, lr, **kwargs)
         self.scale = scale
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.sub_(self.scale * group["lr"] * parameter.grad)
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(self.scale * group["lr"] * p.grad)
 
 
 class Popping(Scaled):
@@ -72,7 +55,7 @@ class Popping(Scaled):
         super().__init__(params, lr, scale=kwargs.pop("factor", 1.0))
 
 
-class Flagged(torch.optim.Optimizer):
+class Flagged(Updates):
     """Wants a flag in each group, as classes of Muon's kind do: for matrices, which it normalizes, or the rest."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
@@ -84,19 +67,15 @@ class Flagged(torch.optim.Optimizer):
             group["lr"] = group.get("lr", lr if group["matrices"] else lr / 2)
         super().__init__(params, {})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    if group["matrices"]:
-                        rows, columns = p.shape
-                        p.grad.div_(p.grad.norm() * columns / rows + 1e-6)
-                    momentum: Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
-                    p.sub_(momentum.mul_(0.9).add_(p.grad) * group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        if group["matrices"]:
+            rows, columns = p.shape
+            p.grad.div_(p.grad.norm() * columns / rows + 1e-6)
+        momentum: Tensor = self.state[p].setdefault("momentum", torch.zeros_like(p))
+        p.sub_(momentum.mul_(0.9).add_(p.grad) * group["lr"])
 
 
-class Ours(torch.optim.SGD):
+class Ours(Updates, torch.optim.SGD):
     """Its arguments, options of param groups but for the last, have names of the library's own."""
 
     def __init__(
@@ -109,29 +88,21 @@ class Ours(torch.optim.SGD):
                 group.setdefault(key, value)
         self.units = units
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    scale = (group["stage"] - group["partition"]) / group["divisor"] * self.units
-                    parameter.sub_(scale * group["lr"] * parameter.grad)
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        scale = (group["stage"] - group["partition"]) / group["divisor"] * self.units
+        p.sub_(scale * group["lr"] * p.grad)
 
 
-class Momentum(torch.optim.Optimizer):
+class Momentum(Updates):
     """Gradient descent with a momentum that ``kept`` makes anew in each step, of the one before and the gradient."""
 
     def __init__(self, params: Any, kept: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
         self._kept = kept
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._kept(self.state[p], p)
-                    p.sub_(self.state[p].get("momentum", p.grad), alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        self._kept(self.state[p], p)
+        p.sub_(self.state[p].get("momentum", p.grad), alpha=group["lr"])
 
 
 def narrow(state: Any, p: Any) -> None:
@@ -154,24 +125,20 @@ def gram(state: Any, p: Any) -> None:
 OPTIONS = {"lr": 0.05, "weight_decay": 0.1, "begin": 0}
 
 
-class Coupled(torch.optim.Optimizer):
+class Coupled(Updates):
     """SGD, with further work of a subclass in `couple` after ``begin`` steps."""
 
     def __init__(self, params: Any, lr: float | Tensor = 0.1, weight_decay: float = 0.0, begin: int = 0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "begin": begin})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["step"] = state.get("step", 0) + 1
-                    if state["step"] > group["begin"]:
-                        self.couple(p, group)
-                    p.sub_(p.grad * group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        state["step"] = state.get("step", 0) + 1
+        if state["step"] > group["begin"]:
+            self.couple(p, group)
+        p.sub_(p.grad * group["lr"])
 
-    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+    def couple(self, p: Any, group: dict[str, Any]) -> None:
         pass
 
 

@@ -19,6 +19,7 @@ from ..support.errors import assert_in_order, error_of
 from ..support.parts import parts_of
 from ..support.plain import assert_same_model
 from ..support.sides import OnRank
+from ..support.updates import Updates
 from .whole import Large, Place, Training, in_pieces, train
 
 PIECE = 4096  # elements: pieces begin at multiples of it, and are not shorter
@@ -127,20 +128,16 @@ def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
     assert cut(Rows, (64, 128)) == [True], "its rows consist of whole blocks"
 
 
-class Scaled(torch.optim.Optimizer):
+class Scaled(Updates):
     """Divides each block of gradients by its maximum, which it keeps. An option is the size of the blocks."""
 
     def __init__(self, params: Any, lr: float = 0.05, block: int = 256) -> None:
         super().__init__(params, {"lr": lr, "block": block})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    rows = p.grad.reshape(-1, group["block"] if p.numel() % group["block"] == 0 else p.numel())
-                    self.state[p]["most"] = rows.abs().amax(1).clamp_min(1e-3)
-                    p.sub_((rows / self.state[p]["most"][:, None]).view_as(p), alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        rows = p.grad.reshape(-1, group["block"] if p.numel() % group["block"] == 0 else p.numel())
+        self.state[p]["most"] = rows.abs().amax(1).clamp_min(1e-3)
+        p.sub_((rows / self.state[p]["most"][:, None]).view_as(p), alpha=group["lr"])
 
 
 def of_matrices(count: int, transport: Transport, **first: Any) -> tuple[Any, ZeroOptimizer]:

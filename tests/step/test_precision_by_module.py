@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.by_module import KEEP
@@ -209,29 +209,24 @@ class Item:
 def test_inputs_outputs_unlisted_parameters_and_asked_for_buffers_are_cast(stage: int, casts: bool) -> None:
     """Inputs and outputs are cast in every container; the caller's own are unchanged."""
     precision = MixedPrecision(BF16, buffer_dtype=BF16 if casts else None, cast_forward_inputs=casts, output_dtype=FP32)
-
-    def program(transport: Transport) -> None:
-        model = Fed()
-        arguments: dict[str, Any] = {"stage": stage, "module": model, "process_group": transport}
-        optimizer = ZeroOptimizer([model.weight], torch.optim.SGD, lr=0.1, mixed_precision=precision, **arguments)
-        x, y = torch.ones(2, dtype=FP32 if casts else BF16), torch.ones(2, dtype=FP16)
-        containers = (Pair(y, "a"), Item(y, 3), OrderedDict(x=y), UserDict({"x": y}), [y, (y,)])
-        found = model(x, *containers, more={"tokens": torch.ones(2, dtype=torch.int64)})
-        assert [found["loss"].dtype, found["all"][0].dtype, found["all"][1][0].dtype] == [FP32, FP32, FP32]
-        assert found["all"][2] == 3
-        found["loss"].backward()
-        first, pair, item, ordered, user, listed, more = model.seen
-        assert [type(value) for value in model.seen[1:-1]] == [type(value) for value in containers]
-        assert (pair.name, item.count) == ("a", 3)
-        inside = (pair.x, item.x, ordered["x"], user["x"], listed[0], listed[1][0])
-        assert {value.dtype for value in inside} == {BF16 if casts else FP16}
-        assert (first.dtype, more["tokens"].dtype, y.dtype) == (BF16, torch.int64, FP16)
-        assert (model.weight.dtype, model.apart.dtype) == (BF16, BF16)
-        assert (model.mean.dtype, model.count.dtype) == (BF16 if casts else FP32, torch.int64)
-        optimizer.step()
-        optimizer.close()
-        assert model.weight.dtype is BF16
-        model(x)
-        assert model.seen[0].dtype is x.dtype
-
-    on_threads(2, program)
+    model = Fed()
+    _, optimizer = built(precision, model, [model.weight], stage=stage)
+    x, y = torch.ones(2, dtype=FP32 if casts else BF16), torch.ones(2, dtype=FP16)
+    containers = (Pair(y, "a"), Item(y, 3), OrderedDict(x=y), UserDict({"x": y}), [y, (y,)])
+    found = model(x, *containers, more={"tokens": torch.ones(2, dtype=torch.int64)})
+    assert [found["loss"].dtype, found["all"][0].dtype, found["all"][1][0].dtype] == [FP32, FP32, FP32]
+    assert found["all"][2] == 3
+    found["loss"].backward()
+    first, pair, item, ordered, user, listed, more = model.seen
+    assert [type(value) for value in model.seen[1:-1]] == [type(value) for value in containers]
+    assert (pair.name, item.count) == ("a", 3)
+    inside = (pair.x, item.x, ordered["x"], user["x"], listed[0], listed[1][0])
+    assert {value.dtype for value in inside} == {BF16 if casts else FP16}
+    assert (first.dtype, more["tokens"].dtype, y.dtype) == (BF16, torch.int64, FP16)
+    assert (model.weight.dtype, model.apart.dtype) == (BF16, BF16)
+    assert (model.mean.dtype, model.count.dtype) == (BF16 if casts else FP32, torch.int64)
+    optimizer.step()
+    optimizer.close()
+    assert model.weight.dtype is BF16
+    model(x)
+    assert model.seen[0].dtype is x.dtype

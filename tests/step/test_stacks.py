@@ -16,6 +16,7 @@ from zero import ZeroOptimizer
 from ..support.blockwise import Blockwise
 from ..support.errors import assert_in_order, error_of
 from ..support.plain import assert_same_model
+from ..support.updates import WithRate
 from .optimizers import Products
 from .whole import QKV
 
@@ -84,11 +85,9 @@ def test_live_states_have_a_value_for_each_block_that_is_here_and_can_be_reset()
 class Lists(Products):
     """Keeps a list in the state of each matrix, which depends on its values."""
 
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        for p in self.param_groups[0]["params"]:
-            if p.grad is not None:
-                self.state[p].update(self.kept(p))
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        self.state[p].update(self.kept(p))
 
     def kept(self, p: Any) -> dict[str, Any]:
         return {"norms": [p.detach().norm().item()]}
@@ -105,19 +104,11 @@ Larger = keeping("Larger", lambda p, _: {"many" if p.numel() >= 4096 else "few":
 Norm = keeping("Norm", lambda p, state: {"norm": state.get("norm", torch.zeros(())) + p.grad.norm()})
 
 
-class Sized(torch.optim.Optimizer):
+class Sized(WithRate):
     """Keeps a state that depends on a block's shape alone."""
 
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    rows = self.state[p].setdefault("rows", self.rows(p))
-                    p.sub_(p.grad / rows, alpha=group["lr"])
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad / self.state[p].setdefault("rows", self.rows(p)), alpha=group["lr"])
 
     def rows(self, p: Tensor) -> Any:
         return torch.tensor(float(len(p)))

@@ -41,32 +41,21 @@ from .whole import (
     shared,
     stacks_of,
     train,
+    whole,
 )
 
 ROUNDING = StochasticRounding(7)
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not element-wise")
 
 
-class Wide(nn.Sequential):
-    """Two matrices that consist of whole blocks, and vectors: `Blockwise` keeps its states in two ways."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
+def wide() -> nn.Module:
+    """Return matrices that consist of whole blocks, and vectors: `Blockwise` keeps its states in two ways."""
+    return nn.Sequential(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
 
 
-class Square(nn.Module):
-    """A single matrix, whose class may keep a state as large as it that is another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-def whole(model: nn.Module) -> Groups:
-    return of_one_class(model, partition="parameter")
+def square() -> nn.Module:
+    """Return a single matrix, whose class may keep a state as large as it that is another."""
+    return nn.Linear(8, 8, bias=False)
 
 
 def with_a_class(model: nn.Module) -> Groups:
@@ -126,7 +115,7 @@ OURS = Training(Mixed, with_our_names, Ours, {"stage": 3.5, "partition": 0.25, "
 P = Place
 ROWS: dict[str, tuple[Training, Place, Place, str]] = {
     "states in 8 bits": (CODES, P(2, 0), P(1, 1), "checkpoint"),
-    "subclasses": (Training(Wide, whole, Blockwise), P(1, 2), P(2, 3), "of the class"),
+    "subclasses": (Training(wide, whole, Blockwise), P(1, 2), P(2, 3), "of the class"),
     "pieces of blocks": (PIECES, P(3, 2), P(2, 3), "checkpoint"),
     "two classes": (Training(Mixed, groups_of), P(1, 2), P(2, 0), "of the class"),
     "blocks": (MUON, P(3, 3), P(2, 2), "dict"),
@@ -140,7 +129,7 @@ ROWS: dict[str, tuple[Training, Place, Place, str]] = {
         P(3, 3),
         "dict",
     ),
-    "rounded, all are square": (rounded(Square, whole, Momentum, False, kept=gram), P(1, 2), P(2, 3), "dict"),
+    "rounded, all are square": (rounded(square, whole, Momentum, False, kept=gram), P(1, 2), P(2, 3), "dict"),
     "masters of an added group": (
         Training(lambda: Mixed().double(), in_two, torch.optim.RAdam, added=1, precision=PRECISIONS["bf16"]),
         *(P(2, 3), P(3, 1), "checkpoint"),

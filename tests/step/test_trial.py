@@ -29,6 +29,7 @@ from ..support.plain import assert_same_bits
 from ..support.rows import ALL, rows
 from ..support.shampoo import Shampoo
 from ..support.sides import Side, same_as_plain
+from ..support.updates import Updates
 from ..support.warned import own
 from .optimizers import (
     ALONE,
@@ -48,20 +49,17 @@ pytestmark = [pytest.mark.usefixtures("every_trial_runs"), pytest.mark.filterwar
 OPT = torch.optim
 
 
-class FusesDecayInSomeLengths(OPT.SGD):
+class FusesDecayInSomeLengths(Updates, OPT.SGD):
     """Rounds once what another length has rounded twice, as a compiler does in one of two loops of a kernel."""
 
     most = 1.0
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            decay, rate = group["weight_decay"], group["lr"]
-            if rate > self.most:
-                raise ValueError("too high a rate")
-            for p in group["params"]:
-                with torch.no_grad():
-                    once = (p.grad.double() + p.double() * decay).float()
-                    p.sub_(p.grad + p * decay if p.numel() % 4 else once, alpha=rate)
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        decay, rate = group["weight_decay"], group["lr"]
+        if rate > self.most:
+            raise ValueError("too high a rate")
+        once = (p.grad.double() + p.double() * decay).float()
+        p.sub_(p.grad + p * decay if p.numel() % 4 else once, alpha=rate)
 
 
 class FusesDecayAtLowRates(FusesDecayInSomeLengths):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support import sides
-from ..support.machine.classes import name_of
+from ..support.machine.classes import InBlocks, name_of
 from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.sides import AsPlain, OnRank
@@ -92,8 +93,7 @@ def of_one_class(model: nn.Module, **options: Any) -> Groups:
     return [{"params": list(model.named_parameters()), **options}]
 
 
-def in_pieces(model: nn.Module) -> Groups:
-    return of_one_class(model, partition="block")
+whole, in_pieces = (partial(of_one_class, partition=kind) for kind in ("parameter", "block"))
 
 
 def groups_of(model: nn.Module) -> Groups:
@@ -129,76 +129,41 @@ def stacks_of(model: nn.Module, cls: Any = torch.optim.Muon, sizes: Any = QKV) -
 # -- the plain loop ----------------------------------------------------------------------------------------------------
 
 
-class PlainGroups:
+class PlainGroups(InBlocks):
     """The plain loop's optimizers: one of each class, whose parameters are those of the groups, or their blocks."""
 
     def __init__(self, groups: Groups, stepped: Mapping[int, Tensor], training: Training) -> None:
         """``stepped``: what is stepped for each of the model's parameters, by its id."""
-        self.parameters: list[tuple[str, Tensor, list[Tensor], Any]] = []
-        by_class: dict[Any, Groups] = {}
-        for group in groups:
-            cls = group.get("optimizer_class", training.cls)
-            own = ("partition", "optimizer_class", "blocks")
-            given = {key: value for key, value in group.items() if key not in own}
-            parts = [self._parts_of(name_of(cls), stepped[id(p)], group.get("blocks")) for _, p in group["params"]]
-            by_class.setdefault(cls, []).append({**given, "params": [part for each in parts for part in each]})
-        arguments = {training.cls: training.options, **training.built}
-        self.optimizers: dict[str, Any] = {}
-        for cls, own in by_class.items():
-            first = own[:1] if training.rounding else own  # a rounded step makes the states of a group that is added
-            self.optimizers[name_of(cls)] = cls(first, **arguments.get(cls, {}))
-            for group in own[len(first) :]:
-                self.optimizers[name_of(cls)].add_param_group(group)
-        self.param_groups = [group for each in self.optimizers.values() for group in each.param_groups]
+        self.training = training
+        groups = [{**group, "params": [(name, stepped[id(p)]) for name, p in group["params"]]} for group in groups]
+        super().__init__(training.cls, training.options, groups)
+        of_each = [(name_of(cls), group["params"]) for cls, group in zip(self.classes, groups, strict=True)]
+        self.listed = [(cls, p) for cls, members in of_each for _, p in members]
 
-    def _parts_of(self, name: str, p: Tensor, blocks: Any) -> list[Tensor]:
-        cut_ones = [block.requires_grad_(p.requires_grad) for block in cut(p.detach(), blocks)]
-        self.parameters.append((name, p, [p] if blocks is None else cut_ones, blocks))
-        return self.parameters[-1][2]
-
-    def step(self) -> None:
-        for _, p, parts, blocks in self.parameters:
-            gradients = [None] * len(parts) if p.grad is None else cut(p.grad, blocks)
-            for part, gradient in zip(parts, gradients, strict=True) if blocks is not None else ():
-                part.grad = gradient
-        for optimizer in self.optimizers.values():
-            optimizer.step()
-
-    def round(self, rounding: Any, gradients: Mapping[Tensor, Tensor | None]) -> None:
-        """Step, and round what is in bf16."""
-        every = [p for _, p, _, _ in self.parameters]
-        for optimizer in self.optimizers.values():
-            rounding.step(optimizer, gradients, every)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        for _, p, _, _ in self.parameters:
-            p.grad = None
+    def made(self, cls: Any, groups: Groups, arguments: Mapping[str, Any]) -> Any:
+        first = groups[:1] if self.training.rounding else groups  # a rounded step makes the states of an added one
+        found = cls(first, **arguments, **self.training.built.get(cls, {}))
+        for group in groups[len(first) :]:
+            found.add_param_group(group)
+        return found
 
     def states(self) -> dict[str, dict[int, Any]]:
         """Return the states of each class: those of blocks together, as those of their parameter."""
-        found: dict[str, list[Any]] = {name: [] for name in self.optimizers}
-        for name, p, parts, blocks in self.parameters:
-            states = [self.optimizers[name].state.get(part, {}) for part in parts]
-            found[name].append({key: as_one([s[key] for s in states], parts, p, blocks) for key in states[0]})
+        found: dict[str, list[Any]] = {name: [] for name in self.all}
+        for name, p in self.listed:
+            parts = self.parts_of(p)
+            states = [self.all[name].state.get(part, {}) for part in parts]
+            found[name].append({key: as_one([state[key] for state in states], parts, p) for key in states[0]})
         return {name: {n: state for n, state in enumerate(states) if state} for name, states in found.items()}
 
     def masters(self, name: str) -> list[Tensor]:
         """Return what is stepped of a class, by the index in its state dict."""
-        return [p for of, p, _, _ in self.parameters if of == name]
+        return [p for cls, p in self.listed if cls == name]
 
 
-def cut(tensor: Tensor, blocks: Any) -> Sequence[Tensor]:
-    """Return the blocks of a tensor, as views."""
-    if blocks is None:
-        return [tensor]
-    if isinstance(blocks, list):
-        return tensor.split(blocks)  # type: ignore[no-any-return]
-    return tensor[0].unbind() if blocks else tensor.unbind()
-
-
-def as_one(values: list[Any], parts: list[Tensor], p: Tensor, blocks: Any) -> Any:
+def as_one(values: list[Any], parts: Sequence[Tensor], p: Tensor) -> Any:
     """Return the state of a parameter, given those of its blocks."""
-    if blocks is None:
+    if parts[0] is p:
         return values[0]
     if isinstance(values[0], Tensor) and values[0].shape == parts[0].shape:
         return torch.cat([value.reshape(-1) for value in values]).view(p.shape)
@@ -260,8 +225,10 @@ class Training:
 
     def on(self, place: Place, run: Callable[[Any, ZeroOptimizer], Any]) -> list[Any]:
         """Call ``run`` on every rank. Return its results; if it returns None, the model and the optimizer's dict."""
+        models = [made(self.build) for _ in range(place.ranks)]
 
-        def program(model: nn.Module, transport: Transport) -> Any:
+        def program(transport: Transport) -> Any:
+            model = models[transport.rank]
             optimizer = self.begun(model, transport, place)
             found = run(model, optimizer)
             told = optimizer.describe()
@@ -273,7 +240,7 @@ class Training:
             optimizer.close()
             return found
 
-        return on_ranks(place.ranks, program, self.build)
+        return on_threads(place.ranks, program, timeout=20)
 
 
 def assert_goes_on(training: Training, before: Place, after: Place, how: str, folder: Path) -> None:
@@ -298,7 +265,7 @@ def assert_goes_on(training: Training, before: Place, after: Place, how: str, fo
         one, several = ((folder / f"{ranks}" / "optimizer").iterdir() for ranks in (1, before.ranks))
         assert {path.name: path.read_bytes() for path in one} == {path.name: path.read_bytes() for path in several}
     weights = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    saved = {name: each.state_dict() for name, each in plain.optimizer.optimizers.items()}
+    saved = {name: each.state_dict() for name, each in plain.optimizer.all.items()}
     saved = saved if len(saved) > 1 else next(iter(saved.values()))
 
     def go_on(model: nn.Module, optimizer: ZeroOptimizer) -> None:
@@ -343,11 +310,3 @@ def train(side: Any, steps: range = range(3)) -> None:
 
 def made(build: Callable[[], nn.Module] = Mixed) -> Any:
     return seeded(0, build)
-
-
-def on_ranks(
-    world_size: int, run: Callable[[Any, Transport], Any], build: Callable[[], nn.Module] = Mixed
-) -> list[Any]:
-    """Call ``run`` on every rank with a model."""
-    models = [made(build) for _ in range(world_size)]
-    return on_threads(world_size, lambda transport: run(models[transport.rank], transport), timeout=20)

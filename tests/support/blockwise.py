@@ -3,11 +3,13 @@ with a scale. They know how to be written and read, and not how to copy themselv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .updates import Updates
 
 BLOCK, LARGE = 256, 4096  # elements of a block; of the smallest parameter that has blocks
 
@@ -52,7 +54,7 @@ class Blocks(Tensor):
         raise NotImplementedError(f"{func} of {cls.__name__}")
 
 
-class Blockwise(torch.optim.Optimizer):
+class Blockwise(Updates):
     """Momentum, in blocks if a parameter consists of whole ones and is large; a learning rate that is a tensor."""
 
     kept = Blocks
@@ -65,16 +67,8 @@ class Blockwise(torch.optim.Optimizer):
         if not isinstance(self.param_groups[-1]["lr"], Tensor):
             self.param_groups[-1]["lr"] = torch.tensor(self.param_groups[-1]["lr"], dtype=torch.float32)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            if not isinstance(group["lr"], Tensor):
-                raise RuntimeError("lr was changed to a number: fill the tensor")
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group)
-
-    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        assert isinstance(group["lr"], Tensor), "it was changed to a number: fill the tensor"
         state = self.state[p]
         before = state.get("momentum")
         wide = torch.zeros_like(p) if before is None else before.values() if isinstance(before, Blocks) else before

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .machine.classes import PlainClasses
+from .machine.classes import InBlocks, PlainClasses
 from .models import seeded as seeded
 from .plain import PlainRanks
 
@@ -220,45 +220,20 @@ def mask_eight_rows(loop: PlainRanks) -> None:
         parameter.grad[:8] = 0.0
 
 
-def classes_of(matrices: Sequence[Tensor], rest: Sequence[Tensor], cls: type[PlainClasses] = PlainClasses) -> Any:
-    """Return an optimizer that steps matrices by Muon and the rest by AdamW."""
-    muon, others = ([(str(number), p) for number, p in enumerate(some)] for some in (matrices, rest))
-    groups = [{"params": muon, "optimizer_class": torch.optim.Muon, "lr": 2e-2}, {"params": others}]
-    return cls(torch.optim.AdamW, {"lr": 1e-2}, groups)
+MUON: dict[str, Any] = {"optimizer_class": torch.optim.Muon, "lr": 2e-2}
 
 
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    return classes_of([p for p in params if p.dim() == 2], [p for p in params if p.dim() != 2])  # type: ignore[no-any-return]
-
-
-class InBlocks(PlainClasses):
-    """Steps the blocks of parameters, of which the first class has views."""
-
-    cut: Sequence[Tensor] = ()  # these parameters
-
-    def step(self, closure: Any = None) -> None:
-        gradients = [gradient for p in self.cut if p.grad is not None for gradient in blocks_in(p.grad)]
-        for block, gradient in zip(self.param_groups[0]["params"], gradients, strict=True):
-            block.grad = gradient
-        super().step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        super().zero_grad(set_to_none)
-        for parameter in self.cut:
-            parameter.grad = None
-
-
-def blocks_in(tensor: Tensor) -> Sequence[Tensor]:
-    """Return the experts of `WithExperts`, or its projections, as views."""
-    return tensor.unbind() if tensor.dim() == 3 else torch.split(tensor, [8, 4, 4])  # type: ignore[no-any-return]
+    named = [(str(number), p) for number, p in enumerate(params)]
+    matrices, rest = ([(name, p) for name, p in named if (p.dim() == 2) is wide] for wide in (True, False))
+    return PlainClasses(torch.optim.AdamW, {"lr": 1e-2}, [{"params": matrices, **MUON}, {"params": rest}])
 
 
 def muon_in_blocks(params: Sequence[Tensor]) -> torch.optim.Optimizer:
-    cut = [p for p in params if p.dim() == 3 or tuple(p.shape) == (16, 16)]
-    blocks = [block.requires_grad_() for p in cut for block in blocks_in(p.detach())]
-    found = classes_of(blocks, [p for p in params if all(p is not q for q in cut)], InBlocks)
-    found.cut = cut
-    return found  # type: ignore[no-any-return]
+    """Return an optimizer of the parameters of `WithExperts`."""
+    experts, projections, *rest = ((str(number), p) for number, p in enumerate(params))
+    blocks = [{"params": [experts], "blocks": 0, **MUON}, {"params": [projections], "blocks": [8, 4, 4], **MUON}]
+    return InBlocks(torch.optim.AdamW, {"lr": 1e-2}, [*blocks, {"params": rest}])
 
 
 def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:

@@ -5,28 +5,22 @@ For each dimension of a parameter it keeps a preconditioner: a matrix of that di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .updates import Updates
 
-class Shampoo(torch.optim.Optimizer):
+
+class Shampoo(Updates):
     """Args: ``lr``; ``momentum`` of the gradient; ``eps``, times the identity, is where preconditioners begin."""
 
     def __init__(self, params: Any, lr: float = 0.05, momentum: float = 0.9, eps: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "eps": eps})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, group)
-
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def update(self, parameter: Any, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
         if not state:
             state["step"] = 0
             state["momentum"] = torch.zeros_like(parameter)
@@ -57,8 +51,8 @@ class Rotated(Shampoo):
     Each column is turned by itself, since products with one vector have other last bits in another memory order.
     """
 
-    def update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
+    def update(self, parameter: Any, group: dict[str, Any]) -> None:
+        state, gradient = self.state[parameter], parameter.grad
         if not state:
             state["step"], state["momentum"] = 0, torch.zeros_like(parameter)
         update = state["momentum"].mul_(group["momentum"]).add_(gradient).float()

@@ -1,10 +1,9 @@
-"""Helpers for the tests of the public interface: small trainings, and an optimizer that counts its steps."""
+"""Helpers for the tests of the public interface: small trainings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,8 +12,6 @@ from zero import ZeroOptimizer
 
 from .models import build, odd_batches, odd_loss
 from .small import TwoVectors
-
-ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 
 
 def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) -> tuple[nn.Module, ZeroOptimizer]:
@@ -27,18 +24,6 @@ def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) 
             optimizer.step()
             optimizer.zero_grad()
     return model, optimizer
-
-
-class Counting(torch.optim.SGD):
-    """An optimizer that keeps a number in its group, as schedule-free optimizers do."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] = group.get("k", 0) + 1
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / group["k"])
 
 
 class Two(TwoVectors):

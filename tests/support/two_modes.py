@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .updates import Updates
+
 
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD (Defazio et al., "The Road Less Scheduled"). In a group are its mode and its count of steps."""
@@ -43,22 +45,18 @@ class ScheduleFree(torch.optim.Optimizer):
             group["train_mode"] = train_mode
 
 
-class Averaged(torch.optim.Optimizer):
+class Averaged(Updates):
     """SGD that is evaluated with an average. A state, which it has in eval mode alone, is its mode."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"])
-                    if "average" in self.state[p]:
-                        self.state[p]["average"].lerp_(p, 0.3)
-                    else:
-                        self.state[p]["average"] = p.clone()
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+        if "average" in self.state[p]:
+            self.state[p]["average"].lerp_(p, 0.3)
+        else:
+            self.state[p]["average"] = p.clone()
 
     @torch.no_grad()
     def train(self) -> None:

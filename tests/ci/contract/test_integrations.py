@@ -1,12 +1,11 @@
-"""Lightning's Trainer, Fabric and accelerate train the plain loop's bits, save, and go on with more or fewer ranks.
-
-The blocks of the recipes run as they stand. Further habits of these libraries are those of `ci/habits`.
-"""
+"""The blocks of Lightning's Trainer, Fabric and accelerate train the plain loop's bits; Fabric saves and goes on."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,29 @@ from .ecosystem import COUNT, State, state_of, variables
 pytestmark = [pytest.mark.timeout(500)]
 
 LIMIT = 400  # seconds of two ranks on a busy machine
-LOOP = "for inputs, targets in loader:"
 INPUTS, TARGETS = (torch.cat(parts) for parts in zip(*loops.even(COUNT), strict=True))
 DATASET = TensorDataset(INPUTS, TARGETS)
 STAGES = (2, 3)
-LIGHTNING = ("lightning", "lightning, by hand")
-PACKAGES = {**dict.fromkeys(LIGHTNING, "pytorch_lightning"), "fabric": "lightning_fabric", "accelerate": "accelerate"}
+LIGHTNING = dict.fromkeys(("lightning", "lightning, by hand"), "pytorch_lightning")
+PACKAGES = {**LIGHTNING, "fabric": "lightning_fabric", "accelerate": "accelerate"}
 HERE = [library for library, package in PACKAGES.items() if importlib.util.find_spec(package)]
 
 
-def sampler_of(rank: int, world: int) -> MicroBatchSampler:
-    return MicroBatchSampler(DATASET, loops.SAMPLES, rank, world, drop_last=True)
-
-
-def epochs_of(*epochs: int) -> list[tuple[Tensor, Tensor]]:
-    """Return the micro-batches of epochs in the plain loop's order."""
-    sampler, found = sampler_of(0, 1), []
-    for epoch in epochs:
+def micro_batches() -> list[tuple[Tensor, Tensor]]:
+    """Return the micro-batches of two epochs in the plain loop's order."""
+    sampler, found = MicroBatchSampler(DATASET, loops.SAMPLES, 0, 1, drop_last=True), []
+    for epoch in range(2):
         sampler.set_epoch(epoch)
         found += [DATASET[indices] for indices in sampler]
     return found
 
 
-def names_of(started: dict[str, Any], stage: int, seed: int, **more: Any) -> dict[str, Any]:
+def names_of(started: dict[str, Any], stage: int, seed: int = 5) -> dict[str, Any]:
     """Return the variables of a block, with a model from a seed and a loader of this rank's micro-batches."""
-    sampler = sampler_of(started["rank"], started["world"])
-    more |= {"dataset": DATASET, "batch_size": loops.SAMPLES, "sampler": sampler}
-    loader = DataLoader(DATASET, batch_sampler=sampler)
-    return variables(started, stage, model=loops.seeded(seed, loops.network), loader=loader, **more)
+    sampler = MicroBatchSampler(DATASET, loops.SAMPLES, started["rank"], started["world"], drop_last=True)
+    more: dict[str, Any] = {"dataset": DATASET, "batch_size": loops.SAMPLES, "sampler": sampler, "epochs": 2}
+    more["loader"] = DataLoader(DATASET, batch_sampler=sampler)
+    return variables(started, stage, model=loops.seeded(seed, loops.network), **more)
 
 
 def halving(step: int) -> float:
@@ -95,108 +89,83 @@ def module_of(model: nn.Module, *, by_hand: bool) -> Any:
     return Module()
 
 
-def fit(names: dict[str, Any], path: str, resumed: str, by_hand: bool) -> Any:
-    """Fit two epochs and save, or load that and fit a third one. Return the optimizer."""
-    names |= {"epochs": 3 if resumed else 2, "module": module_of(names["model"], by_hand=by_hand)}
-    built, _, fitted = loops.BLOCKS["Lightning's Trainer"].partition("trainer.fit")
+def fit(names: dict[str, Any], path: Path, *, by_hand: bool = False) -> Any:
+    """Fit two epochs. Return the model and its optimizer."""
+    names["module"] = module_of(names["model"], by_hand=by_hand)
+    block = loops.BLOCKS["Lightning's Trainer"]
     for flag in ("accumulate_grad_batches=4 // world,", "gradient_clip_val=1.0,") if by_hand else ():
-        built = built.replace(flag, "")
-    exec(built, names)
-    load = f"trainer.fit(module, loader, loader, ckpt_path={path.format('')!r})"
-    exec(load if resumed else f"trainer.fit{fitted}", names)
-    names["trainer"].save_checkpoint(path.format(resumed))
-    losses = [
-        names["trainer"].validate(names["module"], names["loader"], verbose=False, **given)
-        for given in ({}, {"ckpt_path": path.format(resumed)})
-    ]
-    assert losses[0] == losses[1]
-    return names["trainer"].optimizers[0]
+        block = block.replace(flag, "")
+    exec(block, names)
+    return names["model"], names["trainer"].optimizers[0]
 
 
-def loop(names: dict[str, Any], path: str, resumed: str, is_fabric: bool) -> Any:
-    """Train an epoch and save, or load that and train another one. Return the optimizer."""
-    built, _, looped = (loops.BLOCKS["Fabric"] if is_fabric else loops.BLOCKS["accelerate"]).partition(LOOP)
-    exec(built, names)
-    objects = {"model": names["model"], "optimizer": names["optimizer"]}
-    if resumed and is_fabric:
-        names["fabric"].load(path.format(""), objects)
-        names["sampler"].set_epoch(1)
-    elif resumed:
-        names["accelerator"].load_state(path.format(""))
-    exec(LOOP + looped, names)
-    if is_fabric:
-        names["fabric"].save(path.format(resumed), objects)
-    else:
-        names["accelerator"].save_state(path.format(resumed))
-        names["accelerator"].save_model(names["model"], f"{path.format(resumed)}-model")
-        names["accelerator"].free_memory()
-    return names["optimizer"].optimizer
+def accelerated(names: dict[str, Any], path: Path) -> Any:
+    exec(loops.BLOCKS["accelerate"], names)
+    return names["model"], names["optimizer"].optimizer
 
 
-def trained(started: dict[str, Any], folder: Path, resumed: str) -> dict[str, list[State]]:
-    """Run the block of each library at each stage, at the other one if it goes on. Return the states."""
+def fabricated(names: dict[str, Any], path: Path) -> Any:
+    """Train an epoch and save; load that into another model at another stage, and train another epoch."""
+    built, begin, looped = loops.BLOCKS["Fabric"].partition("for inputs, targets in loader:")
+    for each in (names, names_of(names, 5 - names["stage"], 6)):
+        model = each["model"]
+        exec(built, each)
+        objects = {name: each[name] for name in ("model", "optimizer")}
+        if each is names:
+            exec(begin + looped, each)
+            each["fabric"].save(path, objects)
+            each["optimizer"].optimizer.close()
+    each["fabric"].load(path, objects)
+    each["sampler"].set_epoch(1)
+    exec(begin + looped, each)
+    return model, each["optimizer"].optimizer
+
+
+RUNS = {
+    "lightning": fit,
+    "lightning, by hand": partial(fit, by_hand=True),
+    "fabric": fabricated,
+    "accelerate": accelerated,
+}
+
+
+def trained(started: dict[str, Any], folder: Path) -> dict[str, list[State]]:
+    """Run the block of each library at each stage. Return the states of the models."""
     os.chdir(folder)
     states: dict[str, list[State]] = {library: [] for library in HERE}
-    for library in HERE:
-        for stage in STAGES:
-            if resumed and library == LIGHTNING[1]:
-                continue  # with one rank a step would have other micro-batches
-            names = names_of(started, 5 - stage if resumed else stage, 6 if resumed else 5)
-            model, path = names["model"], f"{folder}/{library}-{{}}{stage}"
-            run, how = (fit, library == LIGHTNING[1]) if library in LIGHTNING else (loop, library == "fabric")
-            optimizer = run(names, path, resumed, how)
-            optimizer.check_replicas()
-            optimizer.close()
-            states[library].append(state_of(model))
+    for library, stage in itertools.product(HERE, STAGES):
+        model, optimizer = RUNS[library](names_of(started, stage), folder / f"{library}-{stage}")
+        optimizer.check_replicas()
+        optimizer.close()
+        states[library].append(state_of(model))
     return states
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[State]]]]:
-    """Train on two ranks, and go on with one; return the folder and the states of either."""
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[State]]]:
+    """Train on two ranks; return the folder and the states."""
     folder = tmp_path_factory.mktemp("ranks")
-    runs = (("", 2), ("resumed-", 1))
-    return folder, [launch(f"{__name__}:trained", folder, resumed, ranks=ranks, limit=LIMIT) for resumed, ranks in runs]
+    return folder, launch(f"{__name__}:trained", folder, limit=LIMIT)
 
 
-def read_saved(library: str, path: Path) -> tuple[State, dict[str, Any]]:
-    if library == "accelerate":
-        from safetensors.torch import load_file
-
-        weights = load_file(path / "model.safetensors")
-        assert_same_dict(load_file(f"{path}-model/model.safetensors"), weights)
-        return weights, torch.load(path / "optimizer.bin", weights_only=True)
-    saved = torch.load(path, weights_only=False)
-    if library == "fabric":
-        return saved["model"], saved["optimizer"]
-    weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
-    return weights, saved["optimizer_states"][0]
-
-
-@pytest.mark.parametrize(
-    ("library", "steps", "epochs"),
-    [
-        *((name, (4, 4), (epochs_of(0, 1), epochs_of(2))) for name in LIGHTNING),
-        ("fabric", (2, 1), (epochs_of(0), epochs_of(1))),
-        ("accelerate", (4, 4), (loops.even(COUNT), loops.even(COUNT))),
-    ],
-)
-def test_a_block_has_the_plain_loops_bits_saves_and_goes_on_with_another_number_of_ranks(
-    ranks: Any, library: str, steps: tuple[int, int], epochs: tuple[Any, Any]
-) -> None:
-    """``steps``: the micro-batches of a step, with two ranks and with one."""
+@pytest.mark.parametrize("library", PACKAGES)
+def test_a_block_has_the_plain_loops_bits_and_fabric_saves_and_goes_on(ranks: Any, library: str) -> None:
     pytest.importorskip(PACKAGES[library])
     folder, states = ranks
-    plain = loops.seeded(5, loops.network)
+    plain, batches = loops.seeded(5, loops.network), micro_batches()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    halves = (
-        torch.optim.lr_scheduler.LambdaLR(optimizer, halving) if library in LIGHTNING else loops.constant(optimizer)
-    )
-    loss_of = loops.mean_loss if library in LIGHTNING else loops.autocast_loss
-    for resumed, found, together, batches in zip(("", "resumed-"), states, steps, epochs, strict=True):
-        loops.PlainLoop(loss_of, together=together, optimizer=optimizer, scheduler=lambda _: halves).run(plain, batches)
-        for stage, state in zip(STAGES, found[library], strict=library != LIGHTNING[1]):
-            assert_same_dict(state, plain.state_dict())
-            weights, saved = read_saved(library, folder / f"{library}-{resumed}{stage}")
-            assert_same_dict({name: weights[name] for name in state}, plain.state_dict())
-            assert_same_states(saved, optimizer.state_dict())
+    if library == "fabric":
+        loop = loops.PlainLoop(loops.autocast_loss, optimizer=optimizer)
+        loop.run(plain, batches[:COUNT])
+        for stage in STAGES:
+            saved = torch.load(folder / f"fabric-{stage}", weights_only=False)
+            assert_same_dict(saved["model"], plain.state_dict())
+            assert_same_states(saved["optimizer"], optimizer.state_dict())
+        loop.run(plain, batches[COUNT:])
+    elif library == "accelerate":
+        loops.PlainLoop(loops.autocast_loss, together=4, optimizer=optimizer).run(plain, loops.even(COUNT))
+    else:
+        halves = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+        loops.PlainLoop(together=4, optimizer=optimizer, scheduler=lambda _: halves).run(plain, batches)
+    for state in states[library]:
+        assert_same_dict(state, plain.state_dict())

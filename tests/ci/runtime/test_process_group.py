@@ -74,12 +74,22 @@ def test_ranks_that_do_not_meet_end_with_code_1(backend: str, tmp_path: Path) ->
 
 
 BESIDE = """
-import sys, time
+import gc, os, sys, time
+from contextlib import suppress
 from datetime import timedelta
 import torch, torch.distributed as dist
 from tests.support.pool import WITHOUT_GLOO, register_unmoving
 from zero import ZeroOptimizer
 register_unmoving()
+
+def sockets():
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself, which is closed by now
+            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    return found
+
+left = []  # what torch keeps, and no more
 rank, store = int(sys.argv[2]), dist.FileStore(sys.argv[1], 2)
 for limit in (30, 30, 3):  # three lives in one store
     dist.init_process_group(WITHOUT_GLOO, timeout=timedelta(seconds=limit), store=store, rank=rank, world_size=2)
@@ -87,6 +97,10 @@ for limit in (30, 30, 3):  # three lives in one store
         optimizer = ZeroOptimizer(torch.nn.Linear(2, 2))
         dist.destroy_process_group()
         optimizer.close()
+        del optimizer
+        gc.collect()
+        left.append(sockets())
+        assert left[0] == left[-1]
 if rank == 0:
     began = time.monotonic()
     try:

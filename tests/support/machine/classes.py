@@ -57,8 +57,11 @@ class PlainClasses(torch.optim.Optimizer):
         self.all: dict[str, torch.optim.Optimizer] = {}
         for each in dict.fromkeys(self.classes):
             mine = [group for group, of in zip(known, self.classes, strict=True) if of is each]
-            self.all[name_of(each)] = each(mine, **(arguments if each is cls else {}))
+            self.all[name_of(each)] = self.made(each, mine, arguments if each is cls else {})
         self._show_groups()
+
+    def made(self, cls: Class, groups: list[dict[str, Any]], arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+        return cls(groups, **arguments)
 
     def _show_groups(self) -> None:
         turns = {name: iter(optimizer.param_groups) for name, optimizer in self.all.items()}
@@ -101,3 +104,42 @@ class PlainClasses(torch.optim.Optimizer):
             for index, state in state_dict[name]["state"].items():  # in the dtype in which they were saved
                 optimizer.state[self.of(name)[index]].update({k: v for k, v in state.items() if k != "step"})
         self._show_groups()
+
+
+class InBlocks(PlainClasses):
+    """Steps the blocks of parameters in groups with "blocks" as parameters of their own, which are views."""
+
+    def __init__(self, cls: Class, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+        self.cut: list[tuple[Tensor, Any, Sequence[Tensor]]] = []  # parameters, how they are cut, and their blocks
+        for group in groups:
+            for _, p in group["params"] if "blocks" in group else ():
+                parts = [part.requires_grad_(p.requires_grad) for part in cut(p.detach(), group["blocks"])]
+                self.cut.append((p, group["blocks"], parts))
+        super().__init__(cls, arguments, [self._in_parts(group) if "blocks" in group else group for group in groups])
+
+    def parts_of(self, p: Tensor) -> Sequence[Tensor]:
+        """Return the blocks of a parameter, or the parameter if it has none."""
+        return next((parts for q, _, parts in self.cut if q is p), [p])
+
+    def _in_parts(self, group: dict[str, Any]) -> dict[str, Any]:
+        parts = [(f"{name}.{n}", part) for name, p in group["params"] for n, part in enumerate(self.parts_of(p))]
+        return {**group, "params": parts}
+
+    def step(self, closure: Any = None) -> None:
+        for p, blocks, parts in self.cut:
+            gradients = [None] * len(parts) if p.grad is None else cut(p.grad, blocks)
+            for part, gradient in zip(parts, gradients, strict=True):
+                part.grad = gradient
+        super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for p, _, _ in self.cut:
+            p.grad = None
+
+
+def cut(tensor: Tensor, blocks: Any) -> Sequence[Tensor]:
+    """Return the blocks of a tensor, as views: of so many rows each, or of the indices of the dimension 0 or 1."""
+    if isinstance(blocks, list):
+        return tensor.split(blocks)  # type: ignore[no-any-return]
+    return tensor[0].unbind() if blocks else tensor.unbind()
