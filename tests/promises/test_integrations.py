@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +22,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 from collectives import Transport, on_threads
 from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer
 from zero.integrations.conversion import Conversions, convert, on_cpu
-from zero.integrations.transformers import (
-    REFUSALS,
-    check_accelerator,
-    check_arguments,
-    check_choices,
-    check_process,
-    choices_of,
-)
 
 from ..support.errors import assert_in_order, error_of, is_plain
 from ..support.limits import BOUND
@@ -36,6 +30,11 @@ from ..support.refused import REFUSED
 from ..support.rows import rows
 from ..support.two_modes import ScheduleFree
 from ..support.updates import Updates
+
+
+def trainers() -> Any:
+    """Return the integration of transformers. Its import takes seconds, in each process that collects these tests."""
+    return importlib.import_module("zero.integrations.transformers")
 
 
 @pytest.fixture
@@ -367,15 +366,15 @@ def test_free_memory_lets_go_of_the_model_and_its_optimizer(accelerator_class: A
 
 @pytest.mark.parametrize("row", REFUSED, ids=str)
 def test_an_argument_that_cannot_be_obeyed_is_an_error_and_other_values_of_it_are_taken(row: Any) -> None:
-    said = error_of(check_arguments, SimpleNamespace(**{row.argument: row.value}))
+    said = error_of(trainers().check_arguments, SimpleNamespace(**{row.argument: row.value}))
     assert said.startswith(f"ValueError: ZeroTrainer does not take TrainingArguments({row.argument}={row.value!r}): ")
     assert row.words in said
     for value in (None, row.taken):
-        check_arguments(SimpleNamespace(**{row.argument: value}))
+        trainers().check_arguments(SimpleNamespace(**{row.argument: value}))
 
 
 def test_every_refusal_is_one_of_these() -> None:
-    for refusal in REFUSALS:
+    for refusal in trainers().REFUSALS:
         values = [row.value for row in REFUSED if row.argument == refusal.argument]
         assert any(refusal.refuses(value) for value in values), refusal
 
@@ -387,7 +386,7 @@ def chosen_by(plugin: str = "", precision: str = "no") -> Any:
 def choices(length: int = 7, dispatch: bool | None = None, **changes: Any) -> Any:
     config = SimpleNamespace(dispatch_batches=dispatch)
     args = SimpleNamespace(**{"seed": 1, "data_seed": None, "accelerator_config": config, **changes})
-    return choices_of(args, range(length), "train_dataset")
+    return trainers().choices_of(args, range(length), "train_dataset")
 
 
 ALONE = "2 processes were started, but TrainingArguments has found 1: each would train alone"
@@ -395,31 +394,43 @@ SEED = (
     "ValueError: ZeroTrainer: TrainingArguments(data_seed=...), by default its seed, is 1 on rank 0 and 2 on rank "
     "2: give all ranks the same arguments and the same whole dataset, of which Trainer deals each rank its part"
 )
-CHECKS: list[tuple[Callable[[Any], object], Any, str]] = [
-    (check_process, SimpleNamespace(n_gpu=1, world_size=2), "nothing"),
-    (check_process, SimpleNamespace(n_gpu=4, world_size=1), "4 GPUs in one process … torchrun --nproc-per-node 4 S"),
-    (check_process, SimpleNamespace(n_gpu=0, world_size=1), f"{ALONE} … TrainingArguments(use_cpu=True)"),
-    (check_accelerator, chosen_by(precision="bf16"), "nothing"),
+CHECKS: list[tuple[str, Callable[[], Any], str]] = [
+    ("check_process", lambda: SimpleNamespace(n_gpu=1, world_size=2), "nothing"),
+    (
+        "check_process",
+        lambda: SimpleNamespace(n_gpu=4, world_size=1),
+        "4 GPUs in one process … torchrun --nproc-per-node 4 S",
+    ),
+    ("check_process", lambda: SimpleNamespace(n_gpu=0, world_size=1), f"{ALONE} … TrainingArguments(use_cpu=True)"),
+    ("check_accelerator", lambda: chosen_by(precision="bf16"), "nothing"),
     *(
-        (check_accelerator, chosen_by(plugin), f"ZeroTrainer does not take Accelerator's {plugin}")
+        ("check_accelerator", partial(chosen_by, plugin), f"ZeroTrainer does not take Accelerator's {plugin}")
         for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
     ),
-    (check_accelerator, chosen_by(precision="fp8"), "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8"),
-    (check_choices, [choices(), choices()], "nothing"),
-    (check_choices, [choices(), choices(seed=2, data_seed=1)], "nothing"),  # other dropout, the same samples
-    (check_choices, [choices(7, dispatch=True), choices(8, dispatch=True)], "nothing"),  # rank 0 alone reads
-    (check_choices, [choices(), choices(), choices(seed=2)], SEED),
-    (check_choices, [choices(), choices(max_steps=5)], "(max_steps=...) is None on rank 0 and 5 on rank 1"),
-    (check_choices, [choices(), choices(8)], "the length of the train_dataset is 7 on rank 0 and 8 on rank 1"),
+    (
+        "check_accelerator",
+        lambda: chosen_by(precision="fp8"),
+        "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8",
+    ),
+    ("check_choices", lambda: [choices(), choices()], "nothing"),
+    ("check_choices", lambda: [choices(), choices(seed=2, data_seed=1)], "nothing"),  # other dropout, the same samples
+    ("check_choices", lambda: [choices(7, dispatch=True), choices(8, dispatch=True)], "nothing"),  # rank 0 alone reads
+    ("check_choices", lambda: [choices(), choices(), choices(seed=2)], SEED),
+    ("check_choices", lambda: [choices(), choices(max_steps=5)], "(max_steps=...) is None on rank 0 and 5 on rank 1"),
+    (
+        "check_choices",
+        lambda: [choices(), choices(8)],
+        "the length of the train_dataset is 7 on rank 0 and 8 on rank 1",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("check", "given", "words"), CHECKS)
 def test_processes_plugins_and_ranks_that_cannot_be_are_errors(
-    check: Callable[[Any], object], given: Any, words: str, monkeypatch: pytest.MonkeyPatch
+    check: str, given: Callable[[], Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_in_order(words, error_of(check, given))
+    assert_in_order(words, error_of(getattr(trainers(), check), given()))
 
 
 def unowned(name: str) -> str:
