@@ -1,16 +1,11 @@
-"""Tiny runs of `zero train`, one that many tests read, the plain loop beside them, and processes that are not."""
+"""Tiny runs of `zero train`, the plain loop beside them, and processes that are not."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +22,9 @@ from zero.job import save
 from ..support.example import plain_example
 
 ROOT = Path(__file__).parents[2]
-LIMIT = 100  # seconds for a command; it takes about ten
 STEPS, MICRO_BATCHES, BATCH, WIDTH, LAYERS = 3, 4, 2, 32, 1
-EQUAL = ("params_sha256", "losses", "validation_loss")
 Train = Callable[..., dict[str, Any]]
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-
-
-@dataclass(frozen=True)
-class RunOutput:
-    """What a run of `zero train` has left and printed. ``record``: the content of run.json."""
-
-    out: Path
-    record: dict[str, Any]
-    shown: str
-    checkpoints: Path
 
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
@@ -54,43 +37,15 @@ def run_json(out: Path) -> dict[str, Any]:
     return found
 
 
-def equal_part(record: dict[str, Any]) -> dict[str, Any]:
-    return {key: record[key] for key in EQUAL}
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
-
-
-def trained_by_command(text: Path, out: Path, *more: str) -> dict[str, Any]:
-    """Run `zero train` in a process of its own, and return the record of the run."""
-    ended = command("-m", "zero.commands.cli", "train", *flags(text, out, *more))
-    assert (ended.returncode, ended.stderr) == (0, "")
-    return run_json(out)
-
-
 def plain_sha256(text: Path, **changes: Any) -> str:
     sizes = {"width": WIDTH, "layers": LAYERS}
     return train_command.parameters_sha256(plain_example(text, STEPS, MICRO_BATCHES, BATCH, **sizes, **changes))
 
 
-def saved_steps(folder: Path) -> list[int]:
-    names = sorted(path.name for path in folder.iterdir())
-    assert names[0] == ".lock"
-    return [int(name.removeprefix("step-")) for name in names[1:]]
-
-
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text"
-    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(300)))
+    path.write_text("".join(f"{number} bottles of beer on the wall\n" for number in range(100)))
     return path
 
 
@@ -105,33 +60,14 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw no pictures, which takes longer than the training."""
+def trained(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train:
+    """Return a function that trains on one rank in this process, and returns the record of the run. It draws no
+    pictures, which takes longer than the training."""
     monkeypatch.setattr(report, "can_draw", lambda: False)
 
-
-@pytest.fixture(scope="session")
-def one_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOutput:
-    """Return a run on one rank at stage 2, with a checkpoint after steps 2 and 3."""
-    folder, shown, threads = tmp_path_factory.mktemp("one"), io.StringIO(), torch.get_num_threads()
-    more = ("--ranks=1", f"--checkpoint={folder / 'checkpoints'}", "--save-every=2")
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
-        for name in LAUNCHER:
-            patch.delenv(name, raising=False)
-        assert cli.main(flags(text, folder / "deep" / "out", *more), "train") == 0
-    torch.set_num_threads(threads)
-    out = folder / "deep" / "out"
-    return RunOutput(out, run_json(out), shown.getvalue(), folder / "checkpoints")
-
-
-@pytest.fixture
-def trained(text: Path, tmp_path: Path, bare: None) -> Train:
-    """Return a function that trains on one rank in this process, and returns the record of the run."""
-
-    def run(*more: str, steps: int = STEPS) -> dict[str, Any]:
-        out = tmp_path / "out"
-        assert cli.main(flags(text, out, "--ranks=1", f"--steps={steps}", *more), "train") == 0
-        return run_json(out)
+    def run(*more: str, code: int = 0) -> dict[str, Any]:
+        assert cli.main(flags(text, tmp_path / "out", "--ranks=1", *more), "train") == code
+        return {} if code else run_json(tmp_path / "out")
 
     return run
 

@@ -113,38 +113,25 @@ def test_what_is_broken_is_named_by_file_and_tensor_and_not_exported_and_the_res
     assert not (tmp_path / "out").exists()
 
 
-def test_torch_reads_an_exported_file_and_trains_on_with_the_same_bits(saved: Path, tmp_path: Path) -> None:
+def test_torch_reads_an_exported_file_as_the_plain_loop_has_it(saved: Path, tmp_path: Path) -> None:
     assert run("export", saved, "--to", "torch", tmp_path / "file") == 0
-    found = torch.load(tmp_path / "file", weights_only=True)
-    module, (expected, reference) = Odd(), plain_run(3)
+    found, (expected, reference) = torch.load(tmp_path / "file", weights_only=True), plain_run(3)
     assert_same_value(found["state"], STATE | PLAIN, "values of NumPy are tensors and numbers")
     assert [type(found["state"]["all"]), type(found["state"]["all"]["counts"])] == [OrderedDict, Counter]
     assert_same_value(found["model"], dict(expected.state_dict()), "the model")
     assert_same_value(found["optimizer"], reference.state_dict(), "the optimizer")
-    module.load_state_dict(found["model"])
-    optimizer = torch.optim.AdamW(groups(module))
-    optimizer.load_state_dict(found["optimizer"])
-    take_steps(module, optimizer, BATCHES[3:])
-    take_steps(expected, reference, BATCHES[3:])
-    assert_same_model(module, expected)
-    assert_same_value(optimizer.state_dict(), reference.state_dict(), "the optimizer later")
 
 
 def test_a_transformers_folder_has_the_model_its_index_and_what_was_saved_beside(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "deep" / "hf"
     assert run("export", saved, "--to", "hf", out) == 0
-    assert sorted(path.name for path in out.iterdir()) == [
-        "config.json",
-        "model-00001-of-00001.safetensors",
-        "model.safetensors.index.json",
-    ]
-    assert (out / "config.json").read_text() == '{"width": 7}'
-    file = out / "model-00001-of-00001.safetensors"
+    config, file, index = sorted(out.iterdir())
+    assert (config.name, config.read_text()) == ("config.json", '{"width": 7}')
     (expected, _), module = plain_run(3), Odd()
     safetensors.torch.load_model(module, file)
     assert_same_model(module, expected)
-    placed = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    assert placed == dict.fromkeys(safetensors.torch.load_file(file), file.name)
+    assert index.name == "model.safetensors.index.json"
+    assert json.loads(index.read_text())["weight_map"] == dict.fromkeys(safetensors.torch.load_file(file), file.name)
 
 
 def test_torch_distributed_checkpoint_loads_model_and_optimizer_and_trains_on(

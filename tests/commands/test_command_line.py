@@ -47,14 +47,12 @@ WRONG = {  # words with gaps
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
     "train --offload=": "it must be a path … parameters=cpu,step=cpu, not ''",
     "train --offload=disk,parameters=cpu": "it must be a path … parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
-    "train --offload=cpu,parameters=cpu": 'Offload(parameters="cpu") with stage 2: forwards use whole parameters',
     "train --reshard-after-forward=some": "'--reshard-after-forward': it must be true, false or a number",
     "train --lr=nan": "--lr is nan: it must be finite",
     "train --checkpoint=/proc/folder": "error: --checkpoint /proc/folder: cannot write there (",
     "train --out={}/file/below": "--out {}/file/below: cannot write there ( … Name a folder that can be written\n",
     "train --width=30": "error: --width is 30: it must be a multiple of 4\n",
     "train --rounding=1": "rounding",
-    "train --data={}/no": "--data '{}/no' must be a file that is not empty",
     "train --data={}/short": "--data {}/short has 169 bytes, so 1 samples to train on, and a step needs 4: give a",
     "verify": "Missing argument 'MODULE:FUNCTION'. See `zero verify --help`",
     f"verify {VERIFIED}": f"'{VERIFIED}' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
@@ -72,18 +70,13 @@ WRONG = {  # words with gaps
     "plan --module=nowhere:model": "--module nowhere:model: ModuleNotFoundError",
     "plan --module=": "--module '' must be PKG:CALLABLE, as in --module my_model:build",
     "plan --config=config.json --fp32-modules=": "--fp32-modules is empty: it must be patterns with commas between",
-    "plan --config=config.json --cluster=h10:8": "did you mean 'h100'",
     f"{MADE} --fp32-modules norms": "mixed_precision: the pattern 'norms' decides about no",
     f"{MADE} --fp32-modules norms --precision fp32": "--fp32-modules: with --precision fp32 every module",
     "checkpoint": "Missing command. See `zero checkpoint --help`",
-    "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",
-    "checkpoint list": "Missing argument 'DIR'. See `zero checkpoint list --help`",
     "checkpoint list ''": "error: Invalid value for 'DIR': it must be a path (the current folder is .), not ''",
     "checkpoint list {}/no": "error: {}/no is not a folder\n",
     "checkpoint verify {}/no": "error: {}/no is not a checkpoint: it has no checkpoint.json\n",
-    "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
     "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
-    "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
     "checkpoint export {}/runs --to=torch {}/out": "and the newest is {}/runs/step-00000003\n",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file/out": "error: ",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
@@ -140,12 +133,15 @@ def parse(arguments: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_every_flag_is_in_one_group() -> None:
-    for config in (TrainConfig, PlanConfig, VerifyConfig):
-        names = [name for group in config.GROUPS.values() for name in group]
+def test_every_flag_is_in_one_group_and_help_names_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, config in (("train", TrainConfig), ("plan", PlanConfig), ("verify", VerifyConfig)):
+        names = [flag for group in config.GROUPS.values() for flag in group]
         flags = {item.name for item in fields(config) if item.default is not MISSING}
         assert flags - set(names) == ({"units", "partition"} if config is TrainConfig else set()), config
         assert len(names) == len(set(names))
+        assert cli.main([name, "-h"]) == 0
+        shown = capsys.readouterr().out
+        assert not [flag for flag in names if f"--{flag.replace('mixed_', '').replace('_', '-')}" not in shown]
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,27 +149,12 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"zero {zero.__version__}\n"
 
 
-COMPUTE = "this host has {} GPU(s) for {} rank(s), so they compute on the CPU, over gloo; at most {} would"
-NO_GPU = "--device cuda needs one GPU per rank that torch finds, and this host has {} GPU(s) for {} rank(s): start"
-DEVICES: dict[tuple[str | None, int, int], tuple[str | None, str]] = {  # asked, ranks of the host, its GPUs
-    (None, 2, 0): ("cpu", ""),
-    (None, 2, 1): ("cpu", COMPUTE.format(1, 2, 1)),
-    (None, 2, 2): ("cuda", ""),
-    ("cpu", 2, 8): ("cpu", ""),
-    ("cuda", 2, 2): ("cuda", ""),
-    ("cuda", 4, 3): (None, NO_GPU.format(3, 4)),
-}
-
-
-@pytest.mark.parametrize("given", DEVICES)
-def test_a_gpu_for_each_rank_is_used_unless_the_cpu_is_asked_for(given: tuple[str | None, int, int]) -> None:
-    device, said = DEVICES[given]
-    try:
-        found: tuple[str | None, str] = choose_device(*given)
-    except SystemExit as error:
-        found = None, str(error)
-    assert found[0] == device
-    assert found[1].startswith(said) if said else not found[1]
+def test_a_gpu_for_each_rank_is_used_unless_the_cpu_is_asked_for() -> None:
+    for asked, gpus, device in ((None, 0, "cpu"), (None, 2, "cuda"), ("cpu", 8, "cpu"), ("cuda", 2, "cuda")):
+        assert choose_device(asked, 2, gpus) == (device, "")
+    device, remark = choose_device(None, 2, 1)
+    assert device == "cpu"
+    assert remark.startswith("this host has 1 GPU(s) for 2 rank(s), so they compute on the CPU, over gloo; at most 1")
 
 
 def test_ranks_that_contradict_the_launcher_are_an_error(
@@ -198,22 +179,30 @@ def test_the_first_error_of_a_rank_stays(tmp_path: Path, monkeypatch: pytest.Mon
     assert json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]["line"] == "the first error"
 
 
-FAILURES = {  # exit codes of ranks, the rank whose error was written first -> the rank that is named, and how
-    ((1, 1), 1): (1, "its line"),
-    ((1, -15), 1): (1, "its line"),  # was ended while it left its group
-    ((1, -9), 0): (1, "the process was ended by SIGKILL and left no message: often a lack of memory; rank 0: its line"),
-    ((-11, 1), 0): (0, "its line"),
-    ((-15, 3), None): (1, "the process ended with code 3 and left no message"),
-    ((0, -15), None): (1, "the process was ended by SIGTERM and left no message"),
-}
+ENDED = "the process was ended by {} and left no message"
 
 
-@pytest.mark.parametrize("given", FAILURES)
-def test_a_crash_or_else_the_first_error_is_the_cause_of_the_others(given: tuple[tuple[int, ...], int | None]) -> None:
-    codes, first = given
-    written = None if first is None else {"rank": first, "line": "its line", "py_callstack": ""}
-    found = _first_failure(list(codes), written)
-    rank, line = FAILURES[given]
+@pytest.mark.parametrize(
+    ("codes", "first", "rank", "line"),
+    [
+        ([1, 1], 1, 1, "its line"),
+        ([1, -15], 1, 1, "its line"),  # was ended while it left its group
+        (
+            [1, -9],
+            0,
+            1,
+            "the process was ended by SIGKILL and left no message: often a lack of memory; rank 0: its line",
+        ),
+        ([-11, 1], 0, 0, "its line"),
+        ([-15, 3], None, 1, "the process ended with code 3 and left no message"),
+        ([0, -15], None, 1, ENDED.format("SIGTERM")),
+    ],
+)
+def test_a_crash_or_else_the_first_error_is_the_cause_of_the_others(
+    codes: list[int], first: int | None, rank: int, line: str
+) -> None:
+    """``first``: the rank whose error was written first."""
+    found = _first_failure(codes, None if first is None else {"rank": first, "line": "its line", "py_callstack": ""})
     assert (str(found), found.line) == (f"rank {rank}: {line}", line)
 
 
@@ -231,12 +220,11 @@ def test_a_rank_that_does_not_end_when_asked_is_killed_and_told_apart_from_one_t
 EXAMPLES = {  # flags of the scripts of `zero.examples`
     "train --data=": "--data '' must be a file that is not empty",
     "train --data={}/short": "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a",
-    "train --epochs=0": "--epochs is 0: it must be at least 1",
     "train --steps=0": "--steps is 0: it must be at least 1",
     "train --micro-batches=-1": "--micro-batches is -1: it must be at least 1",
     "train --checkpoint=": "--checkpoint '': name a folder",
     "train --out={}/no/model.pt": "--out '{}/no/model.pt': name a file in a folder that exists",
-    "train --device=cuda": NO_GPU.format(0, 1),
+    "train --device=cuda": "--device cuda needs one GPU per rank that torch finds, and this host has 0 GPU(s) for",
     "finetune_lora --epochs=0": "--epochs is 0: it must be at least 1",
     "finetune_lora --adapters=": "--adapters '': name a file in a folder that exists",
     "finetune_lora --adapters={}/no/a.pt": "--adapters '{}/no/a.pt': name a file in a folder that exists",

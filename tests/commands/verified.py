@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from collectives.algorithms.pairwise import Pairwise
 from zero import Verification, verify
 
 from ..support.models import Odd, build, odd_batches, odd_loss
@@ -31,13 +30,8 @@ def rank_one_of_two() -> bool:
     return (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
 
 
-def a_little_more(loss: Tensor) -> Tensor:
-    return loss * (1 + 2**-20)
-
-
 def wrong_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
-    loss = odd_loss(model, batch)
-    return a_little_more(loss) if rank_one_of_two() else loss
+    return odd_loss(model, batch) * (1 + 2**-20 * rank_one_of_two())
 
 
 def fails_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
@@ -47,29 +41,20 @@ def fails_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
 
 
 class Squares(nn.Module):
-    """A model that returns its loss, with dropout and buffers."""
+    """A model that returns its loss, with dropout, buffers and a frozen mask."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Dropout(dropout), nn.Linear(5, 2))
+        self.masks = nn.ParameterList([nn.Parameter(torch.full((5,), float("-inf")), requires_grad=False)])
 
     def forward(self, inputs: Tensor, scale: float = 1.0) -> Tensor:
         return self.layers(inputs).square().mean() * scale
 
 
-class Masked(Squares):
-    def __init__(self) -> None:
-        super().__init__()
-        self.mask = nn.Parameter(torch.full((5,), float("-inf")), requires_grad=False)
-
-
 class Predicts(Squares):
     def forward(self, inputs: Tensor, scale: float = 1.0) -> Any:
         return {"loss": super().forward(inputs, scale)}
-
-
-class Pairs(Pairwise):
-    """An algorithm that this library does not name."""
 
 
 def with_dropout() -> Squares:
@@ -160,15 +145,10 @@ def the_last_layer_alone(model: Squares) -> list[dict[str, Any]]:
     return [{"params": list(model.layers[3].parameters())}]
 
 
-def as_generators(model: nn.Module) -> list[dict[str, Any]]:
-    first, *rest = model.parameters()
-    return [{"params": first}, {"params": iter(rest)}]
-
-
 def in_blocks_of_the_main_class(model: nn.Module) -> list[dict[str, Any]]:
+    """Return a group of one parameter, and one whose parameters are an iterator."""
     named = dict(model.named_parameters())
-    fused = [("layers.0.weight", named.pop("layers.0.weight"))]
-    return [{"params": fused, "blocks": [2, 3]}, {"params": list(named.items())}]
+    return [{"params": named.pop("layers.0.weight"), "blocks": [2, 3]}, {"params": iter(named.values())}]
 
 
 def in_blocks(model: nn.Module) -> list[dict[str, Any]]:

@@ -1,28 +1,28 @@
 """A step on threads, and the bytes that each rank holds and sends, beside those of the plan.
 
 Each model runs each of its units once, in order of registration, and a backward reaches every unit, as the formulas
-assume; those of `support` do not.
+assume. That ranks hold what `describe()` says by formula is asked in `laws`.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collectives import Loopback, Transport
 from zero import Offload, ZeroOptimizer
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model
 from zero.planning.models.shapes import model_of
-from zero.planning.setting import OptimizerStates, PlanSetting, Quantized
+from zero.planning.setting import PlanSetting
 
-from ..support.blockwise import BLOCK, Blockwise
+from ..support.machine.trees import Part, Tree, batch_of, build
 
 Class = type[torch.optim.Optimizer]
 CLASSES: dict[str, tuple[Class, dict[str, Any]]] = {
@@ -30,51 +30,22 @@ CLASSES: dict[str, tuple[Class, dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
     "adagrad": (torch.optim.Adagrad, {"lr": 1e-3}),
     "muon": (torch.optim.AdamW, {"lr": 1e-3}),  # and Muon for matrices
-    "blockwise": (Blockwise, {"lr": 1e-3}),
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class OfBlockwise(PlanSetting):
-    """A setting of `Blockwise`, which keeps a number of 8 bits per element, a scale per block, and no step count."""
-
-    @property
-    def classes(self) -> tuple[OptimizerStates, ...]:
-        return (OptimizerStates(1, quantized=Quantized(8, BLOCK)),)
-
-
-class Block(nn.Linear):
-    def __init__(self, unused: int) -> None:
-        super().__init__(32, 32)
-        self.scale = nn.Parameter(torch.ones(()))
-        self.unused = nn.Parameter(torch.ones(unused))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x)) * self.scale
-
-
-class Odd(nn.Module):
-    """A model whose head is its embedding, with empty, scalar, one-element and unused parameters in the root's rest."""
-
-    def __init__(self, *, frozen: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Parameter(torch.ones(32, 24))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
-        self.one = nn.Parameter(torch.ones(1))
-        self.blocks = nn.Sequential(nn.Linear(24, 32), Block(5), Block(1500), nn.Linear(32, 24))
-        self.unused = nn.Parameter(torch.ones(1400))
-        self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Linear(24, 32, bias=False)
-        self.head.weight = self.embedding
-        for part in (self.blocks[2], self.empty, self.scale) if frozen else ():
-            part.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.head(self.blocks(x @ self.embedding * self.one + self.empty.sum()))
+def parts(*, frozen: bool) -> tuple[Part, ...]:
+    """Return units with empty, scalar, one-element and unused parameters, of which some are frozen. Two are tied, so
+    that they are in the root's rest."""
+    return (
+        Part("matrix", frozen=frozen),
+        Part("sequence", of=(Part("linear", 32), Part("scalar"), Part("unused", 5))),
+        Part("sequence", of=(Part("linear", 5, frozen=frozen), Part("unused", 1500, frozen=frozen))),
+        Part("sequence", of=(Part("tied"), Part("one"), Part("empty", frozen=True), Part("unused", 1600))),
+    )
 
 
 def made(name: str) -> nn.Module:
-    """Return a model that takes 32 features.
+    """Return a model.
 
     "aligned" leaves no padding, so that runs cross its parameters. "in blocks" has matrices of whole blocks of
     elements, one of them too small to be cut, and parameters of none.
@@ -85,7 +56,7 @@ def made(name: str) -> nn.Module:
         sizes = (32, 64, 128, 96, 64)
         layers = (nn.Linear(one, other) for one, other in itertools.pairwise(sizes))
         return nn.Sequential(*layers, nn.LayerNorm(64), nn.Linear(64, 33))
-    return Odd(frozen=name == "frozen")
+    return build(parts(frozen=name == "frozen"), 24, integer=False, seed=0)
 
 
 def described(name: str) -> Model:
@@ -110,22 +81,21 @@ def compare_with_plan(
     """Train a step of a model at a setting on threads, and compare what each rank holds and sends with the plan."""
     model, first, offload = described(name), made(name), setting.offload
     plan, modules = MemoryPlan(model), [copy.deepcopy(first) for _ in range(setting.world_size)]
-    in_blocks = setting.partition == "block"
-    cls, arguments = CLASSES["blockwise" if in_blocks else setting.optimizer]
+    cls, arguments = CLASSES.get(setting.optimizer, (optimizer_class, {"lr": 1e-3}))
     placed = offload if offload is None or offload.on_host else Offload(folder)
 
     def program(transport: Transport) -> Any:
         module = modules[transport.rank]
         optimizer = ZeroOptimizer(
             param_groups(module, model, of_muon=setting.optimizer == "muon"),
-            optimizer_class or cls,
+            cls,
             module=module,
             process_group=transport,
             **replace(setting, offload=placed).arguments(),
             **arguments,
         )
         before = optimizer.traffic
-        module(torch.ones(2, 32)).float().square().mean().backward()
+        module(batch_of(0, 0, -1) if isinstance(module, Tree) else torch.ones(2, 32)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         return optimizer.describe(), (optimizer.traffic - before).payload_sent
@@ -134,8 +104,7 @@ def compare_with_plan(
     for rank, (found, _) in enumerate(results):
         here = plan.of_rank(setting, rank)
         kinds = {"parameters": here.parameters, "gradients": here.gradients, "optimizer": here.optimizer}
-        for reported in (found.bytes, found.formula_bytes)[: 1 if in_blocks else 2]:
-            assert kinds == {kind: reported[kind] for kind in kinds}, rank
+        assert kinds == {kind: found.bytes[kind] for kind in kinds}, rank
         assert here.offloaded == found.offloaded_bytes, rank
         for kind, bound in (("gathered_peak", here.gathered_peak), ("scratch_peak", here.scratch_peak)):
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0

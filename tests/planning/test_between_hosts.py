@@ -5,7 +5,6 @@ TESTS_ROWS=all python -m pytest -s tests/planning/test_between_hosts.py      pri
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 from unittest import mock
@@ -33,19 +32,14 @@ MODELS = {
 CASES = [(name, hosts, wire) for name in MODELS for hosts in (4, 16, 64) for wire in ("bfloat16", "float32")]
 
 
-@functools.cache
-def planner_of(name: str) -> Planner:
-    config, recompute = MODELS[name]
-    model = from_config(config, name)
-    works = count_transformer(model, 1, SEQUENCE, torch.bfloat16)
-    return Planner(model, works, Training(sequence=SEQUENCE, recompute=recompute))
-
-
 @pytest.mark.parametrize(("name", "hosts", "wire"), only(CASES, ("7B", 16, "float32")), ids=str)
 def test_auto_takes_the_fold_since_a_step_takes_at_most_a_tenth_more(name: str, hosts: int, wire: str) -> None:
     """On hosts of 8 H100, on two fabrics. The model computes in bf16, and sums are in fp32."""
+    model = from_config(MODELS[name][0], name)
+    works = count_transformer(model, 1, SEQUENCE, torch.bfloat16)
+    planner = Planner(model, works, Training(sequence=SEQUENCE, recompute=MODELS[name][1]))
     for fabric, stage in itertools.product(("typical", "good"), range(4)):
-        cluster, planner = presets().cluster(f"h100:8x{hosts}", fabric=fabric), planner_of(name)
+        cluster = presets().cluster(f"h100:8x{hosts}", fabric=fabric)
         assert algorithm_for(cluster.ranks, hosts, by_nccl=True) == "fold"
         mixed = MixedPrecision(torch.bfloat16, reduce_dtype=getattr(torch, wire))
         setting, seconds = replace(planner.setting(cluster, stage), mixed_precision=mixed), dict[str, float]()

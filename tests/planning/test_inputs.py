@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from collectives import solo
-from zero import MixedPrecision, Offload, ZeroOptimizer
-from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
+from zero import MixedPrecision, ZeroOptimizer
+from zero.planning.hardware import PRESETS, presets, read_hardware
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model
 from zero.planning.models.shapes import FAMILIES, from_config, model_of, of_config, of_parameter_list
@@ -101,96 +101,84 @@ def test_a_text_names_a_cluster() -> None:
 def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
     cpu = {**CPU, "efficiency": {"matmul": {"value": 0.5, "unit": "1", "source": "measured"}}}
     base = {"value": 10, "unit": "us", "source": "measured"}
-    file = tmp_path / "hardware.json"
-    file.write_text(
-        json.dumps({**MEASURED, "gpus": {"here": cpu}, "network": {"base": base}, "host": {"launch": base}})
-    )
-    hardware = read_hardware(file)
-    assert hardware.measured == "two cores, 2026-11-24"
-    assert hardware.gpus["here"].efficiency == {"matmul": 0.5}
-    assert hardware.network.base == pytest.approx(10e-6)
-    assert hardware.network.hop_inside == presets().network.hop_inside
-    assert hardware.calls == replace(presets().calls, launch=pytest.approx(10e-6))
-    assert hardware.gpus.keys() == presets().gpus.keys() | {"here"}
+    found = hardware(gpus={"here": cpu}, network={"base": base}, host={"launch": base})(tmp_path)
+    assert found.measured == "two cores, 2026-11-24"
+    assert found.gpus["here"].efficiency == {"matmul": 0.5}
+    assert found.network.base == pytest.approx(10e-6)
+    assert found.network.hop_inside == presets().network.hop_inside
+    assert found.calls == replace(presets().calls, launch=pytest.approx(10e-6))
+    assert found.gpus.keys() == presets().gpus.keys() | {"here"}
 
 
-def config(**changes: Any) -> Callable[[Path], object]:
+def read(name: str, content: bytes | dict[str, Any]) -> Callable[[Path], Any]:
+    """Return a function that writes a file to a folder and reads it."""
+
+    def written_and_read(folder: Path) -> Any:
+        text = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (folder / name).write_bytes(text)
+        readers = {"config.json": of_config, "hardware.json": read_hardware}
+        return readers.get(name, of_parameter_list)(folder / name)
+
+    return written_and_read
+
+
+def config(**changes: Any) -> Callable[[Path], Any]:
     """Return a function that reads Llama's config with changes; a key of None is left out."""
-    changed = {key: value for key, value in (LLAMA_3_8B | changes).items() if value is not None}
-    return lambda folder: from_config(changed, "changed", "config.json")
+    return read("config.json", {key: value for key, value in (LLAMA_3_8B | changes).items() if value is not None})
 
 
-def file(name: str, content: bytes) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        (folder / name).write_bytes(content)
-        return (of_config if name == "config.json" else of_parameter_list)(folder / name)
-
-    return read
+def hardware(**content: Any) -> Callable[[Path], Any]:
+    return read("hardware.json", MEASURED | content)
 
 
-def setting(**wrong: Any) -> Callable[[Path], object]:
-    return lambda folder: PlanSetting(**wrong)
+def fabric(**given: Any) -> Callable[[Path], Any]:
+    return hardware(fabrics={"typical": {"value": 30, "unit": "us", **given}})
 
 
-def fabric(**value: Any) -> Callable[[Path], object]:
-    return lambda folder: hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
-
-
-def cluster(text: str) -> Callable[[Path], object]:
-    return lambda folder: presets().cluster(text)
-
-
-def hardware(**content: Any) -> Callable[[Path], object]:
-    def read(folder: Path) -> object:
-        (folder / "hardware.json").write_text(json.dumps(content))
-        return read_hardware(folder / "hardware.json")
-
-    return read
-
-
-ON_HOST = Offload("cpu", parameters="cpu")
-WRONG: list[tuple[Callable[[Path], object], str]] = [
+WRONG: list[tuple[Callable[[Path], Any], str]] = [
     (config(model_type="lama"), "'lama' is unknown (did you mean 'llama'?); known are … gpt_neox … --parameters"),
     (config(num_local_experts=8), "num_local_experts is 8, and experts are not planned … --parameters"),
     (config(hidden_size=None), "none of the keys hidden_size, n_embd, d_model"),
     (config(num_attention_heads=33), "33 heads do not divide hidden 4096"),
     (config(num_hidden_layers="32"), "num_hidden_layers is '32', and must be a positive integer"),
-    (file("config.json", b""), "config.json cannot be read"),
-    (file("a.txt", b"h.0.weight\n"), "line 1: 'h.0.weight' is not 'name shape dtype'"),
-    (file("a.safetensors", b"\xff" * 8), "its header would have"),
-    (file("a.safetensors", b"\x02" + b"\0" * 7 + b"xx"), "holds no JSON"),
-    (file("a.json", b'{"weight_map": {"a": "gone.safetensors"}}'), "cannot be read"),
+    (read("config.json", b""), "config.json cannot be read"),
+    (read("a.txt", b"h.0.weight\n"), "line 1: 'h.0.weight' is not 'name shape dtype'"),
+    (read("a.safetensors", b"\xff" * 8), "its header would have"),
+    (read("a.safetensors", b"\x02" + b"\0" * 7 + b"xx"), "holds no JSON"),
+    (read("a.json", b'{"weight_map": {"a": "gone.safetensors"}}'), "cannot be read"),
     (lambda folder: of_parameter_list(folder / "none.txt"), "cannot be read"),
-    (setting(world_size=0), "world_size must be a whole number, at least 1, not 0"),
-    (setting(bucket_cap_mb="auto"), "depends on the model"),
-    (setting(stage=3, world_size=8, reshard_after_forward=3), "a number that divides the 8 ranks"),
-    (setting(stage=2, device="cuda", offload=ON_HOST), "it is for stage 3"),
-    (setting(partition="block"), 'partition="block" is planned for optimizers with states for blocks'),
-    (setting(optimizer="adamw8bit"), "not None for 'adamw8bit'"),
-    (setting(optimizer="lion"), "optimizer must be one of 'adamw', … not 'lion'"),
-    (setting(world_size=8, ranks_per_host=3), "ranks_per_host must divide the number of ranks, 8, not 3"),
-    (fabric(value=30, unit="us"), 'fabrics.typical must be an object of "value", "unit" and "source"'),
-    (fabric(value=30, unit="us", source=" "), "fabrics.typical: a value needs a source"),
-    (fabric(value=30, unit="GB", source="a page"), "the unit must be one of us, ms, not 'GB'"),
-    (cluster("h10:8x2"), "no GPU is called 'h10': did you mean 'h100'?"),
-    (cluster("h100:0x2"), "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
-    (cluster("rtx4090:8x2"), "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
-    (hardware(format=2), "hardware file … hardware.json: … format is 2, and this version reads 1"),
-    (hardware(**MEASURED, network={"bas": 1}), "hardware.json: … unknown key 'bas': did you mean 'base'"),
-    (hardware(**MEASURED, host={"lunch": 1}), "host has an unknown key 'lunch': did you mean 'launch'"),
+    (lambda _: PlanSetting(world_size=0), "world_size must be a whole number, at least 1, not 0"),
+    (lambda _: PlanSetting(bucket_cap_mb="auto"), "depends on the model"),
+    (lambda _: PlanSetting(stage=3, world_size=8, reshard_after_forward=3), "a number that divides the 8 ranks"),
+    (lambda _: PlanSetting(partition="block"), 'partition="block" is planned for optimizers with states for blocks'),
+    (lambda _: PlanSetting(optimizer="adamw8bit"), "not None for 'adamw8bit'"),
+    (lambda _: PlanSetting(optimizer="lion"), "optimizer must be one of 'adamw', … not 'lion'"),
+    (lambda _: PlanSetting(world_size=8, ranks_per_host=3), "ranks_per_host must divide the number of ranks, 8, not 3"),
+    (fabric(), 'fabrics.typical must be an object of "value", "unit" and "source"'),
+    (fabric(source=" "), "fabrics.typical: a value needs a source"),
+    (fabric(unit="GB", source="a page"), "the unit must be one of us, ms, not 'GB'"),
+    (lambda _: presets().cluster("h10:8x2"), "no GPU is called 'h10': did you mean 'h100'?"),
+    (lambda _: presets().cluster("h100:0x2"), "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
     (
-        lambda folder: presets().gpus["v100-32"].peak("bfloat16"),
+        lambda _: presets().cluster("rtx4090:8x2"),
+        "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host",
+    ),
+    (hardware(format=2), "hardware file … hardware.json: … format is 2, and this version reads 1"),
+    (hardware(network={"bas": 1}), "hardware.json: … unknown key 'bas': did you mean 'base'"),
+    (hardware(host={"lunch": 1}), "host has an unknown key 'lunch': did you mean 'launch'"),
+    (
+        lambda _: presets().gpus["v100-32"].peak("bfloat16"),
         "GPU 'v100-32' has no products of bfloat16: choose one of float16, float32",
     ),
     (
-        lambda folder: MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2),
+        lambda _: MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2),
         "rank must be from 0 to 1, not 2",
     ),
 ]
 
 
 @pytest.mark.parametrize(("read", "words"), WRONG)
-def test_what_cannot_be_planned_is_named(read: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_planned_is_named(read: Callable[[Path], Any], words: str, tmp_path: Path) -> None:
     assert_in_order(f"ValueError: … {words}", error_of(read, tmp_path))
 
 

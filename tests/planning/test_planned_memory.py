@@ -19,17 +19,18 @@ from zero.runtime.offload import Staging
 
 from ..support.pairs import Row, pair_rows
 from ..support.rows import placed
-from .compared import OfBlockwise, compare_with_plan
+from .compared import compare_with_plan
 
 BF16, KEPT = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32, output_dtype=torch.bfloat16)
 BY_MODULE: tuple[dict[str, MixedPrecision], ...] = (
-    {"*": BF16, "blocks.1": KEPT, "blocks.2": MixedPrecision(torch.float16, output_dtype=torch.bfloat16)},
+    {"*": BF16, "parts.1": KEPT, "parts.2": MixedPrecision(torch.float16, output_dtype=torch.bfloat16)},
     {"*": BF16, "1": KEPT},
 )
-"""Patterns for models with blocks, and for a sequence."""
-CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0, "in blocks": 0.03}
+"""Patterns for models with parts, and for a sequence."""
+CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0}
 """Models by name, with the MiB of their buckets."""
 
+ON_HOST, STEPPED_THERE = Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "model": ("frozen", "tied", "aligned"),
     "stage": (0, 1, 2, 3),
@@ -42,6 +43,16 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("adamw", "momentum", "adagrad", "muon"),
     "rounding": (None, StochasticRounding(0)),
 }
+ON_ACCELERATORS: dict[str, tuple[Any, ...]] = {
+    **SETTINGS,
+    "device": ("cuda",),
+    "stage": (3,),
+    "world_size": (3, 1, 4, 2),
+    "reshard_after_forward": (True, False, 2),
+    "offload": (ON_HOST, None, STEPPED_THERE),
+    "mixed_precision": (BF16, None),
+    "rounding": (None,),
+}
 
 
 def setting_of(row: Row) -> PlanSetting:
@@ -49,76 +60,40 @@ def setting_of(row: Row) -> PlanSetting:
     given = {"bucket_cap_mb": CAPS[row["model"]], **{name: value for name, value in row.items() if name != "model"}}
     if given["mixed_precision"] == "by module":
         given["mixed_precision"] = BY_MODULE[row["model"] == "aligned"]
-    return (OfBlockwise if row["model"] == "in blocks" else PlanSetting)(**given, threads=True)
+    return PlanSetting(**given, threads=True)
 
 
 def there_is(row: Row) -> bool:
-    """Return whether the library takes the setting of a row. At stage 0 nothing is offloaded."""
+    """Return whether the library takes the setting of a row, and an accelerator makes a difference: where 16 bits are
+    gathered, or parameters are on the host. At stage 0 nothing is offloaded."""
     try:
         setting_of(row)
     except ValueError:
         return False
     rounds = row["rounding"] is None or row["mixed_precision"] == BF16  # of patterns some ask for fp16
-    return rounds and (bool(row["stage"]) or not row["offload"])
-
-
-IN_BLOCKS = [
-    {"model": "in blocks", "partition": "block", "stage": stage, "world_size": ranks, "mixed_precision": precision}
-    for stage, ranks, precision in ((0, 2, None), (1, 3, BF16), (2, 5, None), (3, 3, None), (3, 5, BF16))
-]
+    gathers = row["world_size"] > 1 != row["sharding_factor"] and row["mixed_precision"]
+    makes_a_difference = "device" not in row or row["offload"] or gathers
+    return rounds and bool(makes_a_difference and (row["stage"] or not row["offload"]))
 
 
 @pytest.mark.filterwarnings("ignore:.*is not element-wise")
 @pytest.mark.parametrize(
-    "row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11) + placed("in blocks", IN_BLOCKS, 1, 3)
+    "row",
+    placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11)
+    + placed("accelerator", pair_rows(ON_ACCELERATORS, there_is), 0, 1, 2, 3, 5, 9),
 )
-def test_a_rank_holds_and_sends_what_is_planned(row: Row, tmp_path: Path) -> None:
+def test_a_rank_holds_and_sends_what_is_planned(row: Row, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     setting = setting_of(row)
+    if setting.device == "cuda":
+        request.getfixturevalue("accelerated")
+    if setting.offloads_parameters:
+        request.getfixturevalue("copied_from_the_host")
     plan = compare_with_plan(row["model"], setting, tmp_path)
     largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
-    if row["model"] == "in blocks":
-        assert largest.resident == max(rank.resident for rank in ranks)
-    elif setting.optimizer != "muon":
+    if setting.optimizer != "muon" and setting.device == "cpu":  # else unused parameters may be the first rank's
         for kind in ("parameters", "gradients", "states", "masters"):
             assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
-
-
-ON_HOST, STEPPED_THERE = Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")
-AT_STAGE_3: dict[str, tuple[Any, ...]] = {
-    "model": ("frozen", "aligned", "tied"),
-    "offload": (ON_HOST, None, STEPPED_THERE),
-    "world_size": (3, 1, 4, 2),
-    "reshard_after_forward": (True, False, 2),
-    "mixed_precision": (BF16, None),
-    "optimizer": ("adamw", "muon", "momentum", "adagrad"),
-    "sharding_factor": (None, 1, 2),
-    "stage": (3,),
-}
-
-
-def is_told_apart(row: Row) -> bool:
-    """Return whether a row is of a rank that gathers 16 bits, or whose parameters are on the host."""
-    gathers = row["world_size"] > 1 != row["sharding_factor"] and row["mixed_precision"]
-    return there_is({"rounding": None, "device": "cuda", **row}) and bool(row["offload"] or gathers)
-
-
-ON_ACCELERATORS = pair_rows(AT_STAGE_3, is_told_apart)
-
-
-@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, 0, 1, 2, 3, 5, 9))
-@pytest.mark.usefixtures("accelerated")
-def test_parameters_on_an_accelerator_or_in_the_hosts_memory_are_counted_where_they_lie(
-    row: Row, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    if row["offload"]:
-        request.getfixturevalue("copied_from_the_host")
-    setting = setting_of(row)
-    plan = compare_with_plan(row["model"], setting, tmp_path)
-    for rank in range(setting.world_size):
-        here = plan.of_rank(setting, rank)
-        if setting.offload is None:
-            assert (here.parameters > 0) is (row["model"] == "frozen")
-            continue
+    for here in ranks if setting.offloads_parameters else ():
         assert here.resident == (0 if setting.steps_on_host else here.scalars)
         assert (here.staged_peak == 0) is setting.steps_on_host
         assert here.offloaded >= here.parameters + here.gradients + here.states + here.masters

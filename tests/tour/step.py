@@ -78,7 +78,6 @@ class Seen:
     states there.
     """
 
-    model: nn.Module
     rows: dict[str, str] = field(default_factory=dict)
     launches: dict[str, list[str]] = field(default_factory=dict)
     slots: list[list[str]] = field(default_factory=list)
@@ -106,7 +105,7 @@ def seen(transport: Transport, stage: int) -> Seen:
         collective=lambda transport: Noted(transport, launches),
         **OPTIMIZER,
     )
-    buckets, found = parts_of(optimizer).storage.buckets, Seen(model)
+    buckets, found = parts_of(optimizer).storage.buckets, Seen()
     rows, bucket = found.rows, buckets[1]
 
     def shard(buffer: Any) -> str:

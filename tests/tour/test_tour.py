@@ -7,12 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-import torch
-
-from ..support.plain import assert_same_model, plain_step
 from .page import blocks
-from .step import BATCHES, OPTIMIZER, both, build
 
 PAGE = Path(__file__).resolve().parents[2] / "zero/TOUR.md"
 TEXT = PAGE.read_text()
@@ -41,14 +36,3 @@ def test_each_link_names_one_definition_of_its_file() -> None:
 def test_the_page_has_the_blocks_of_now() -> None:
     for block in blocks():
         assert f"\n{block}```\n" in TEXT, "`python -m tests.tour` prints the blocks of the page"
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_the_step_has_the_bits_of_the_plain_loop(stage: int) -> None:
-    plain, arguments = build(), dict(OPTIMIZER)
-    optimizer = arguments.pop("optimizer_class")(plain.parameters(), **arguments)
-    batches = [torch.tensor(batch) for batch in BATCHES]
-    plain_step(plain, optimizer, lambda model, x: model(x).sum(), batches, 2, 3.0)
-    for rank in both(stage):
-        assert rank.model is not None
-        assert_same_model(rank.model, plain)

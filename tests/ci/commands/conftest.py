@@ -1,5 +1,5 @@
 """The fixtures of `tests/commands`."""
 
-from tests.commands.conftest import bare, no_launcher, one_rank, temporary, text, trained
+from tests.commands.conftest import no_launcher, temporary
 
-__all__ = ["bare", "no_launcher", "one_rank", "temporary", "text", "trained"]
+__all__ = ["no_launcher", "temporary"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import json
@@ -11,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -93,13 +93,8 @@ def test_the_files_of_the_last_plan_stay_until_there_are_new_ones(monkeypatch: p
     flags = "--config=small.json --cluster=h100:8 --sequence=512"
     assert plan(flags) == 0
     before = {path: path.stat().st_ino for path in Path("out").iterdir()}
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "findings_of", interrupted)
-    with contextlib.suppress(KeyboardInterrupt):
-        plan(flags)
+    monkeypatch.setattr(command, "findings_of", Mock(side_effect=KeyboardInterrupt))
+    assert plan(flags) == 130
     assert {path: path.stat().st_ino for path in Path("out").iterdir()} == before
 
 

@@ -1,7 +1,9 @@
-"""A run under torchrun that loses, gets and changes ranks ends with the bits of an undisturbed one."""
+"""A run under torchrun that loses, gets and changes ranks ends with the bits of an undisturbed one, which are those of
+the plain loop."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,7 +20,10 @@ from torch import nn
 
 import zero
 from tests import resumes
+from tests.support.example import plain_example
 from tests.support.plain import assert_same_value, plain_step
+from zero.checkpoint.folder.directory import steps_in
+from zero.commands.train.command import parameters_sha256
 
 CADENCE = resumes.Cadence()
 pytestmark = pytest.mark.timeout(resumes.LIMIT)
@@ -26,7 +31,30 @@ pytestmark = pytest.mark.timeout(resumes.LIMIT)
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> resumes.TrainedRun:
-    return resumes.undisturbed(CADENCE, tmp_path_factory.mktemp("undisturbed"))
+    """Return an undisturbed run on two ranks, which has the plain loop's parameters and the bytes of the formulas."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    found = resumes.undisturbed(CADENCE, folder)
+    plain = plain_example(Path(nn.functional.__file__), CADENCE.steps, CADENCE.micro_batches, 4)
+    assert found.params_sha256 == parameters_sha256(plain)
+    ranks = json.loads((folder / "out" / "run.json").read_text())["ranks"]
+    assert len(ranks) == 2
+    for facts in ranks:
+        assert facts["measured"].pop("scratch_peak") <= facts["formula"].pop("scratch_peak")
+        assert facts["measured"] == facts["formula"]
+    return found
+
+
+def test_ranks_that_are_asked_to_end_save_the_same_step(tmp_path: Path) -> None:
+    flags = ("--ranks=2", *CADENCE.flags(tmp_path, 3), "--steps=100000")
+    command = [sys.executable, "-m", "zero.commands.cli", "train", *flags]
+    with subprocess.Popen(command, cwd=resumes.ROOT, stdout=subprocess.PIPE, text=True) as job:
+        for line in job.stdout or ():
+            if line.startswith("step 10/"):
+                job.terminate()
+            if stopped := resumes.STOPPED.match(line):
+                break
+        assert job.wait(resumes.LIMIT) == 128 + signal.SIGTERM
+    assert max(steps_in(tmp_path / "checkpoints")) == int(stopped[2])
 
 
 def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
