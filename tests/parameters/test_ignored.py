@@ -21,6 +21,7 @@ from ..support.limits import BOUND
 from ..support.models import seeded
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_value
+from ..support.sockets import meet
 from .apart import IN_A_RING, Modules, Rank, groups_on
 
 BF16 = PRECISIONS["bf16"]
@@ -28,6 +29,7 @@ BF16 = PRECISIONS["bf16"]
 
 def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_other_stages(tmp_path: Path) -> None:
     def program(transport: Transport) -> tuple[Rank, list[Tensor]]:
+        transport = Transport(meet(transport))  # groups on one host, as of processes
         rank = Rank(transport.rank, IN_A_RING, groups_on(transport, IN_A_RING))
         rank.train([2.0])
         for name, optimizer in rank.all.items():

@@ -40,13 +40,6 @@ BATCHES = {"per_device_train_batch_size": 3, "per_device_eval_batch_size": 2}
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep this process a rank alone, whatever the environment of the tests."""
-    for name in ("WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def trainer_of(cls: Any, model: nn.Module, arguments: Any, stage: int = 3, **more: Any) -> Any:
     if issubclass(cls, ZeroTrainer):
         more = {"zero": ZeroConfig(stage=stage), **more}

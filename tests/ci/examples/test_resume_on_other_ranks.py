@@ -25,10 +25,9 @@ README = (ROOT / "README.md").read_text()
 
 
 def shown_by(folder: Path, ranks: int, *words: str) -> str:
-    """Run a script in a folder as a user starts it, under torchrun if there are several ranks."""
-    start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
+    """Run a script in a folder as a user starts it, under torchrun."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *start, *words]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *words]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=4 * PATIENT)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -58,56 +57,46 @@ def plain_loop() -> str:
     return script
 
 
-def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(tmp_path: Path) -> None:
-    trained = []
-    for ranks, script in ((1, plain_loop()), (2, block("python"))):
-        (tmp_path / "script.py").write_text(script)
-        assert shown_by(tmp_path, ranks, "script.py") == "", "it prints nothing"
-        trained.append(torch.load(tmp_path / "model.pt", weights_only=True))
-    assert_same_value(trained[1], trained[0], "the model")
+def test_the_script_of_readme_trains_the_bits_of_the_loop_next_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "script.py").write_text(block("python"))
+    assert shown_by(tmp_path, 2, "script.py") == "", "it prints nothing"
+    trained = torch.load(tmp_path / "model.pt", weights_only=True)
+    monkeypatch.chdir(tmp_path)
+    exec(plain_loop(), {})
+    assert_same_value(trained, torch.load("model.pt", weights_only=True), "the model")
 
 
-def test_the_loop_of_accelerate_has_the_same_hash_at_any_stage_and_number_of_ranks_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    hashes = []
-    for ranks, arguments in (
-        (2, "--stage 3 --epochs 2"),
-        (2, "--stage 2 --epochs 1 --folder run"),
-        (1, "--stage 3 --epochs 2 --resume run"),
-    ):
-        shown = shown_by(tmp_path, ranks, "-m", "zero.examples.accelerate_loop", *arguments.split())
-        hashes.append(sha256_of(shown))
-    whole, half, resumed = hashes
-    assert whole == resumed != half
-
-
-def test_two_ranks_and_then_three_have_the_bits_of_one_undisturbed_run(
+def test_a_run_that_stops_goes_on_with_three_ranks_and_has_the_bits_of_an_undisturbed_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def refused(step: int, words: str) -> None:
+        with pytest.raises(
+            SystemExit, match=rf"^--stop-after {step}: \S+ has step {words} of 24, so give one after it$"
+        ):
+            train(str(tmp_path / "stopped"), 2, step)
+
     train(str(tmp_path / "whole"), 2, None)  # one rank: this process
     whole = capsys.readouterr().out
-    script = ("-m", "zero.examples.resume_on_other_ranks", str(tmp_path / "stopped"))
-    stopped = shown_by(tmp_path, 2, *script, "--stop-after=10")
-    resumed = shown_by(tmp_path, 3, *script, "--stage=3")
     assert whole.startswith("begins after step 0 of 24, ranks: 1, stage: 2\n")
-    assert stopped.startswith("begins after step 0 of 24, ranks: 2, stage: 2\nstopped after step 10")
+    refused(0, 0)
+    train(str(tmp_path / "stopped"), 2, 10)
+    assert capsys.readouterr().out.startswith("begins after step 0 of 24, ranks: 1, stage: 2\nstopped after step 10")
+    for step in (3, 10, 25):
+        refused(step, 10)
+    script = ("-m", "zero.examples.resume_on_other_ranks", str(tmp_path / "stopped"), "--stage=3")
+    resumed = shown_by(tmp_path, 3, *script)
     assert resumed.startswith("begins after step 10 of 24, ranks: 3, stage: 3\n")
     assert sha256_of(resumed) == sha256_of(whole)
 
 
-def test_a_step_that_is_taken_already_is_no_place_to_stop(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"^--stop-after 0: \S+ has step 0 of 24, so give one after it$"):
-        train(str(tmp_path), 2, 0)
-    train(str(tmp_path), 2, 10)
-    for step in (3, 10, 25):
-        with pytest.raises(SystemExit, match=rf"^--stop-after {step}: \S+ has step 10 of 24, so give one after it$"):
-            train(str(tmp_path), 2, step)
-
-
-def test_scripts_have_the_same_bits_on_two_ranks(
+def test_scripts_have_the_same_bits_on_two_ranks_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("accelerate")
+    from zero.examples import accelerate_loop
+
     hf_trainer = pytest.importorskip("zero.examples.hf_trainer")
 
     def alone(main: Any, *words: str) -> str:
@@ -119,6 +108,9 @@ def test_scripts_have_the_same_bits_on_two_ranks(
     expected = alone(hf_trainer.main, *words, "--stage=1")
     shutil.rmtree(tmp_path / "run" / "checkpoint-6")
     assert sha256_of(shown_by(tmp_path, 2, "-m", "zero.examples.hf_trainer", *words, "--stage=3")) == expected
+    half = shown_by(tmp_path, 2, "-m", "zero.examples.accelerate_loop", "--stage=2", "--epochs=1", "--folder=run-2")
+    resumed = alone(accelerate_loop.main, "--stage=3", "--epochs=2", f"--resume={tmp_path / 'run-2'}")
+    assert alone(accelerate_loop.main, "--stage=0", "--epochs=2") == resumed != sha256_of(half)
     expected = alone(finetune_lora.main, "--epochs=2", "--stage=0")
     lora = ("-m", "zero.examples.finetune_lora", "--epochs=2", "--adapters=adapters.pt")
     assert sha256_of(shown_by(tmp_path, 2, *lora)) == expected

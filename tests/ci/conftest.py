@@ -1,4 +1,4 @@
-"""What the files of this folder share."""
+"""What the further tests share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Keep this process a rank alone and offline, and let accelerate forget it afterwards."""
+    """Keep this process a rank alone and offline, whatever its environment, and let accelerate forget it afterwards."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
