@@ -173,6 +173,7 @@ def one_of_many() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.first(0)
 @pytest.mark.parametrize(("clip", "stage"), only(product((True, False), BUDGETS), (True, 3)))
 def test_a_step_is_within_its_budget(clip: bool, stage: int) -> None:
     budget = BUDGETS[stage]

@@ -30,6 +30,7 @@ ON_DEVICES = {  # likewise, on the paths for devices
 HERE, THERE = tuple(only(FIGURES, (8, 3))), tuple(rows([], ON_DEVICES))
 
 
+@pytest.mark.first(0)
 @VERSIONS
 @pytest.mark.parametrize(
     ("row", "devices"), [*((row, False) for row in HERE), *((row, True) for row in THERE)], ids=str

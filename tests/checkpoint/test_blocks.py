@@ -37,7 +37,6 @@ from zero.core.stage import STAGES, Placement
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_value
-from ..support.rows import rows
 from .saved import BLOCK, MODEL, OPTIMIZER, plain_dict, save_small
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -160,7 +159,8 @@ class Reads:
             monkeypatch.setattr(module, "threads_of_rank", lambda _: 1)
 
 
-@pytest.mark.parametrize("stage", rows([3], [0]))
+@pytest.mark.first(0)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_all_ranks_together_read_each_byte_twice(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to verify it before anything changes, once to load it. Blocks of many tensors, too; so does a reader."""
 

@@ -134,7 +134,7 @@ CLASSES: dict[str, tuple[int, Any, dict[str, Any], str | None]] = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", CLASSES)
 def test_training_goes_on_in_a_changed_model_as_in_the_plain_loop_of_it(name: str, tmp_path: Path) -> None:
     """The states of a new layer begin as the class begins them; so do those of a grown parameter, if 0 in new rows
@@ -193,7 +193,7 @@ def test_the_recipe_does_the_same_and_fewer_rows_are_the_first_ones(tmp_path: Pa
     on_threads(2, program)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("precision", [None, BF16], ids=["", "bf16"])
 @pytest.mark.parametrize("before", ["fp32", "bf16", "all in bf16"])
 def test_master_weights_have_old_rows_as_they_were_saved_and_new_ones_of_the_model(

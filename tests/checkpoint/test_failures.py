@@ -93,7 +93,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_save_during_which_calls_fail_is_one_error_or_warning_and_the_next_one_is_whole(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

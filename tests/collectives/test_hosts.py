@@ -156,6 +156,7 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed() -> No
         assert rank < 2 or ("bucket 7" in message and message.startswith("MismatchError"))
 
 
+@pytest.mark.first(0)
 @pytest.mark.parametrize(("stage", "precision"), rows([(3, "fp32")], [(0, "fp32"), (1, "bf16"), (2, "bf16")]))
 def test_what_is_described_is_what_is_sent_and_bounds_the_buckets_under_way(stage: int, precision: str) -> None:
     def program(transport: Transport) -> tuple[Any, int]:

@@ -132,6 +132,7 @@ def test_empty_tensors_launch_nothing_and_hundreds_are_read_or_written_in_three_
     assert launched == ["norm_limbs"] * 3 + ["scale"] * 3 + ["follow"] * 3
 
 
+@pytest.mark.first(0)
 @pytest.mark.parametrize(
     ("stage", "precision"), only(product(range(4), PRECISIONS), (1, "bf16"), (2, "bf16, added up in bf16"), (3, "fp16"))
 )

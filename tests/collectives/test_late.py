@@ -99,8 +99,7 @@ ROWS: dict[str, tuple[Callable[[Config, list[Command]], list[Any]], Changes]] = 
     **{f"replicas of {each['sharding_factor']} with NCCL on streams": (on_streams, each) for each in REPLICAS},
 }
 FIRST = [
-    *("pairwise, stage 3, bf16", "native, stage 3", "fold by groups, stage 3", "all_to_all on streams, stage 0"),
-    "kept by 2 with NCCL on streams",
+    *("pairwise, stage 3, bf16", "all_to_all on streams, stage 0", "kept by 2 with NCCL on streams"),
 ]
 
 

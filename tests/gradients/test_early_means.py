@@ -90,6 +90,7 @@ def train(program: Callable[[Run], None]) -> list[list[Tensor]]:
     return on_late_threads(2, rank)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "program",
     [

@@ -24,6 +24,7 @@ LOOPS: Any = DIALS[0].values
 pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
 
 
+@pytest.mark.first(0)
 @pytest.mark.parametrize(("stage", "world_size"), rows([(0, 2), (3, 2)], [(1, 1), (2, 3)]))
 def test_training_by_buckets_has_the_bits_of_the_plain_loop(stage: int, world_size: int) -> None:
     parts = [part for part in ODD if part.kind != "sometimes"]  # else a bucket waits in vain

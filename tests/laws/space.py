@@ -16,7 +16,7 @@ def allowed(row: Row) -> bool:
     return all(dial.allows(row) for dial in DIALS) and (not modes or row["look"] == "modes")
 
 
-ROWS = pair_rows({dial.name: dial.names for dial in DIALS}, allowed, most=None if ALL else 12)
+ROWS = pair_rows({dial.name: dial.names for dial in DIALS}, allowed, most=None if ALL else 10)
 
 
 def named(row: Row) -> str:

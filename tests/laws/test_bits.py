@@ -108,7 +108,7 @@ USUAL = {dial.name: dial.usual for dial in DIALS}
 @pytest.mark.parametrize(
     "row",
     [
-        *(pytest.param({**USUAL, **LISTED[name]}, id=name) for name in only(LISTED, *[*LISTED][::6])),
+        *(pytest.param({**USUAL, **LISTED[name]}, id=name) for name in only(LISTED, *[*LISTED][::9])),
         *(pytest.param(row, id=named(row)) for row in ROWS),
     ],
 )

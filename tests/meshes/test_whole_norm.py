@@ -185,6 +185,7 @@ LATER = ("no group on one rank", "no group of ranks on one rank", "left out")
 LAST = ("closed", "left out")  # no clip can follow
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("name", "stage"), rows([(name, 2) for name in FAULTS], [(name, stage) for name in FAULTS for stage in (0, 3)])
 )

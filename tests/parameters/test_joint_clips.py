@@ -34,6 +34,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(groups, orders, stages, draw(st.sampled_from(["", "bf16"])), more)
 
 
+@pytest.mark.first(0)
 @pytest.mark.hypothesis
 @given(case=cases(), norm_types=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.inf]), min_size=1, max_size=2))
 @settings(max_examples=max(6, settings().max_examples // 8))
@@ -102,6 +103,7 @@ def replaced(parameter: Tensor) -> Iterator[None]:
     parameter.data = lent
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and_training_goes_on(name: str) -> None:
     change, words = WRONG[name]

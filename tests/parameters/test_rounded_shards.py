@@ -47,7 +47,7 @@ class NoEvents(gloo_backend._UnderWay):
         self._not_awaited -= 1
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0)
 @pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
 def test_training_has_the_plain_loops_bits(name: str) -> None:
     """On the paths of a device, with collectives of the backend that finish at their wait."""
@@ -67,6 +67,7 @@ def weights_of(optimizer: ZeroOptimizer) -> int:
     return optimizer.describe().bytes["parameters"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.usefixtures("accelerated")
 @pytest.mark.parametrize("commands", [LOOPS["edits"], LOOKS["average"]], ids=["edits", "average"])
 def test_masters_that_are_kept_alone_follow_what_is_written_and_are_averaged(commands: Any) -> None:

@@ -49,6 +49,7 @@ from .unit_cases import (
 )
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("name", "world"), rows(FIRST, FURTHER))
 def test_training_has_the_plain_loops_bits_and_leaves_nothing_gathered(name: str, world: str) -> None:
     check_in(world, CASES[name])

@@ -26,7 +26,6 @@ from zero import ZeroOptimizer
 from ..support.built_kernels import built_kernels, put_in
 from ..support.models import build, odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.rows import rows
 
 pytestmark = pytest.mark.law("host synchronisation")
 
@@ -139,8 +138,9 @@ CASES: dict[str, tuple[int, tuple[Act, ...], Any, tuple[int, ...]]] = {  # ranks
 }
 
 
+@pytest.mark.first(0)
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
+@pytest.mark.parametrize("stage", range(4))
 def test_a_step_looks_at_no_value_but_where_it_says_so(stage: int) -> None:
     for case, (ranks, acts, precision, counts) in CASES.items():
         with put_in(built_kernels()) if clip in acts else nullcontext():

@@ -185,6 +185,7 @@ def fit_with(arguments: dict[str, Any], optimizers: int = 1, configure: Callable
     return trainer.strategy
 
 
+@pytest.mark.first(0)
 @pytest.mark.parametrize("named", [False, True])
 def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: bool) -> None:
     pytest.importorskip("pytorch_lightning")

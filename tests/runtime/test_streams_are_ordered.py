@@ -164,7 +164,7 @@ STEPS = [*step(1, Backward(2)), Backward(3, sync=False), *step(4, clear="zeros")
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
 
 
-@pytest.mark.first(1)
+@pytest.mark.first(0)
 @pytest.mark.parametrize("stage", only(range(4), 0, 3))
 def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> None:
     changes = {"stage": stage, "world_size": 2, "optimizer": "adamw fused", "collective": "all_to_all"}
@@ -471,7 +471,7 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # name, ranks, stage, 
 )
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
 def test_no_access_is_unordered_on_whatever_streams_calls_are(
     row: tuple[str, int, int, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

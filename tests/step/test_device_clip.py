@@ -56,6 +56,7 @@ ROWS: dict[str, tuple[p.Setting, list[p.Command], dict[str, Any], int]] = {  # w
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("row", without(ROWS, "stage 2", "copies, sums in bf16", "scaled", "copies"))
 def test_it_is_that_of_the_plain_loop(row: str, launched: list[str]) -> None:
     setting, commands, changes, count = ROWS[row]
