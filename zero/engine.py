@@ -446,6 +446,14 @@ class Engine:
         problem = "full_state_dict() inside gathered(): leave it first" if self._gathered else None
         return self._full_state.gather(to, problem, masters=masters)
 
+    def full_tensors(self, to: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over the model's whole tensors on rank ``to``, or on every rank."""
+        purpose = f"full_tensors(to={to})"
+        self._check_rank(to, "full_tensors")
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        return self._full_state.tensors(to, problem)
+
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Overwrite the model with the state dict of the first rank that has one."""
         purpose = "load_full_state_dict()"

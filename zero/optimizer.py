@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
@@ -511,6 +511,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         What is in ``ignored`` is left out: it may differ between ranks, and another optimizer may hold its values.
         """
         return self._engine.full_state_dict(to=to, masters=masters)
+
+    def full_tensors(self, to: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the names and the whole tensors of the module, on every rank or on group rank ``to``. All ranks.
+
+        The tensors are those of `full_state_dict`, each once, under the first of its names, as a copy on the device of
+        the parameters; one bucket is whole at a time. On ranks that get none the iterator is empty, but must be used,
+        as by ``for _ in ...: pass``, as each bucket comes from all ranks. A rank may leave its loop early: when its
+        iterator is closed, it takes part in the rest for the others, which wait for it within the group's time limit.
+        After a step, or another call that ranks make together, before all was read, the iterator raises
+        `RuntimeError`. Needs the module. What is in ``ignored`` is left out. Raises like `full_state_dict`, at the
+        call.
+        """
+        return self._engine.full_tensors(to=to)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load what `full_state_dict` returned at any stage and number of ranks, or a plain state dict. All ranks.

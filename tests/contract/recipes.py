@@ -35,7 +35,7 @@ from zero import MicroBatchSampler, MixedPrecision, StochasticRounding, ZeroOpti
 
 from ..support import loops
 from ..support.models import take_steps
-from ..support.plain import assert_same_bits
+from ..support.plain import assert_same_bits, assert_same_value
 from ..support.pool import GlooPool
 
 STAGES = (0, 1, 2, 3)
@@ -224,7 +224,11 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
         names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
         exec(loops.code_of("fp32"), names)
         names["dist"] = SimpleNamespace(barrier=partial(dist.barrier, group))
+        held: dict[str, Tensor] = {}
+        names["engine"] = SimpleNamespace(load=held.__setitem__, tensors=held.items)
+        exec(loops.code_of("To an inference engine"), names)
         exec(loops.code_of("Saving"), names)
+        assert_same_value(held, {} if rank else dict(names["weights"]), "what the engine holds")
         names["optimizer"].close()
         names["dist"].barrier()
 

@@ -21,6 +21,7 @@ OF_CALLS = {
         f"optimizer.full_state_dict({to})": "TypeError: full_state_dict: to must be the number of"
         for to in ("'0'", "0.0", "True")
     },
+    "optimizer.full_tensors(True)": "TypeError: full_tensors: to must be the number of",
     "optimizer.full_grad('last.bias')": "TypeError: 'last.bias' is no parameter: give the tensor",
     "optimizer.gathered('last.bias')": "TypeError: gathered() takes parameters, as module.parameters … not a str",
     "optimizer.reset_states(model)": "TypeError: reset_states() takes parameters, … not a Tree",

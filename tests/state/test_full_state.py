@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import ShardedAverage, ZeroOptimizer
 
-from ..support.errors import error_of
+from ..support.errors import assert_in_order, error_of
 from ..support.models import Odd, odd_batches, odd_loss, take_steps
 from ..support.models import build as locked_build
 from ..support.narrowed import PRECISIONS
@@ -48,11 +49,11 @@ def test_a_load_of_weights_alone_is_an_edit_of_the_model() -> None:
     same(loop, 2, 0, BF16)
 
 
-def trained(transport: Transport, stage: int, precision: Any = None) -> tuple[Odd, ZeroOptimizer]:
+def trained(transport: Transport, stage: int, precision: Any = None, **more: Any) -> tuple[Odd, ZeroOptimizer]:
     model = locked_build(0)
     listed = [parameter for name, parameter in model.named_parameters() if not name.startswith("first")]
     given = {"module": model, "stage": stage, "process_group": transport, "mixed_precision": precision}
-    optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **given)
+    optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **given, **more)
     take_steps(model, optimizer, odd_batches(1, 1))
     model.offset.fill_(transport.rank)
     return model, optimizer
@@ -98,6 +99,69 @@ def test_what_is_sent_are_the_shards_of_the_other_ranks(stage: int, ranks: int) 
 
     one, every, *formula = (sum(column) for column in zip(*on_threads(ranks, program), strict=True))
     assert [one, every] == [total // ranks if stage == 3 else 0 for total in formula]
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "more"),
+    rows(
+        [(3, 3, {"precision": BF16}), (1, 2, {})],
+        [(3, 4, {"sharding_factor": 2}), (3, 1, {}), (2, 3, {"precision": BF16})],
+    ),
+)
+def test_whole_tensors_come_one_bucket_after_the_other_on_one_rank_or_on_all(
+    stage: int, ranks: int, more: dict[str, Any]
+) -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = trained(transport, stage, **more)
+        for to in (None, ranks - 1):
+            whole = optimizer.full_state_dict(to)
+            begin = optimizer.traffic
+            pairs = optimizer.full_tensors(to)
+            first, seen = [*itertools.islice(pairs, 1)], optimizer.traffic
+            found = dict([*first, *pairs])
+            received = [(at - begin).payload_received for at in (seen, optimizer.traffic)]
+            again = [value.clone() for value in found.values()]
+            for value in found.values():
+                value.fill_(1)  # a copy
+            after = optimizer.full_state_dict(to)
+            if whole is None or after is None:
+                assert (whole, after, found) == (None, None, {})
+                continue
+            assert {id(whole[name]) for name in found} == {id(value) for value in whole.values()}, "each tensor once"
+            assert_same_value(dict(zip(found, again, strict=True)), {name: whole[name] for name in found}, f"to={to}")
+            assert_same_value(after, whole, "nothing has changed")
+            assert received[0] < received[1] or stage != 3 or ranks == 1
+        take_steps(model, optimizer, odd_batches(1, 1))
+
+    on_threads(ranks, program)
+
+
+@pytest.mark.parametrize("stage", rows([3], [1]))
+def test_a_rank_that_leaves_the_loop_takes_part_for_the_others_and_a_step_in_between_is_an_error(stage: int) -> None:
+    def program(transport: Transport) -> tuple[int, list[str]]:
+        model, optimizer = trained(transport, stage)
+        count = 0
+        for _ in optimizer.full_tensors():
+            count += 1
+            if transport.rank == 1:
+                break
+        pairs = optimizer.full_tensors()
+        next(pairs)
+        take_steps(model, optimizer, odd_batches(1, 1))
+        said = [error_of(list, pairs), error_of(optimizer.full_tensors, 2)]
+        with optimizer.gathered():
+            said.append(error_of(optimizer.full_tensors))
+        take_steps(model, optimizer, odd_batches(1, 1))
+        return count, said
+
+    every, one = on_threads(2, program)
+    assert (every[0] > 10, one[0]) == (True, 1)
+    for words in (every[1], one[1]):
+        assert_in_order(
+            "RuntimeError: full_tensors(to=None): a backward or another call … before all was read … read all", words[0]
+        )
+        assert words[1] == "ValueError: full_tensors: rank 2 is not one of the 2 ranks"
+        assert "full_tensors(to=None) inside gathered() or inside a forward: leave it first" in words[2]
 
 
 def test_names_are_those_of_the_module_without_wrappers() -> None:

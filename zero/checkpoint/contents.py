@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
-from ..core.parameter_specs import as_plain, child_name, flattened, named_parts
+from ..core.parameter_specs import as_plain, child_name, flattened, named_parts, state_dict_tensors
 from ..core.runs import PieceState, Rules, whole_like
 from ..core.statetree import BLOCKS, NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
@@ -125,7 +125,7 @@ class Contents:
         }
         listed = {id(parameter): spec for parameter, spec in self._listed()}
         found: dict[int, tuple[list[str], Tensor, bool]] = {}
-        for name, tensor, is_buffer in _named_tensors(self.parts.module):
+        for name, tensor, is_buffer in () if self.parts.module is None else state_dict_tensors(self.parts.module):
             if tensor in self.storage.ignored:
                 continue
             found.setdefault(id(tensor), ([], tensor, is_buffer))[0].append(name)
@@ -338,17 +338,6 @@ def stride_to_note(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) 
 def _digest(model: Sequence[StoredTensor]) -> str:
     lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index} {s.place}" for s in model]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _named_tensors(module: nn.Module | None) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield name, tensor, and whether it is a buffer, of all that a module's ``state_dict`` has, in its order."""
-    for prefix, part in () if module is None else named_parts(module, remove_duplicate=False):
-        for key, parameter in part._parameters.items():
-            if parameter is not None:
-                yield child_name(prefix, key), parameter, False
-        for key, buffer in part._buffers.items():
-            if buffer is not None and key not in part._non_persistent_buffers_set:
-                yield child_name(prefix, key), buffer, True
 
 
 def _extra_states(module: nn.Module | None) -> Iterator[str]:

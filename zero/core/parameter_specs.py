@@ -86,6 +86,17 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from named_buffers(module, remove_duplicate=False)
 
 
+def state_dict_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield name, tensor, and whether it is a buffer, of all that a module's ``state_dict`` has, in its order."""
+    for prefix, part in named_parts(module, remove_duplicate=False):
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                yield child_name(prefix, key), parameter, False
+        for key, buffer in part._buffers.items():
+            if buffer is not None and key not in part._non_persistent_buffers_set:
+                yield child_name(prefix, key), buffer, True
+
+
 def _members(module: nn.Module, registry: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
     for prefix, part in named_parts(module, remove_duplicate=remove_duplicate):
