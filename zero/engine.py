@@ -449,10 +449,10 @@ class Engine:
     def full_tensors(self, to: int | None) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the model's whole tensors on rank ``to``, or on every rank."""
         purpose = f"full_tensors(to={to})"
-        self._check_rank(to, "full_tensors")
         self._check_between_steps(purpose)
+        self._check_rank(to, "full_tensors")
         problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
-        return self._full_state.tensors(to, problem)
+        return self._full_state.tensors(purpose, to, problem)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Overwrite the model with the state dict of the first rank that has one."""

@@ -515,13 +515,17 @@ class ZeroOptimizer(torch.optim.Optimizer):
     def full_tensors(self, to: int | None = None) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the names and the whole tensors of the module, on every rank or on group rank ``to``. All ranks.
 
-        The tensors are those of `full_state_dict`, each once, under the first of its names, as a copy on the device of
-        the parameters; one bucket is whole at a time. On ranks that get none the iterator is empty, but must be used,
-        as by ``for _ in ...: pass``, as each bucket comes from all ranks. A rank may leave its loop early: when its
-        iterator is closed, it takes part in the rest for the others, which wait for it within the group's time limit.
-        After a step, or another call that ranks make together, before all was read, the iterator raises
-        `RuntimeError`. Needs the module. What is in ``ignored`` is left out. Raises like `full_state_dict`, at the
-        call.
+        The tensors are the parameters, in the dtype with which the model computes, and the buffers that a state dict
+        has: each once, under the first of its names, as a copy on the device of its parameter. Hooks of `state_dict`
+        are not called. One bucket is whole at a time. What is in ``ignored`` is left out. Needs the module.
+
+        Every rank must read its iterator to the end or close it, also where it is empty, because each bucket comes from
+        all ranks; the others wait for that, at most the group's time limit. Iterate in the ``for`` itself, which closes
+        it when the loop is left; who keeps it closes it before the next forward, as by `contextlib.closing`. After a
+        backward, or a call at which the ranks agree, the next tensor is a `RuntimeError`.
+
+        Raises, on every rank and at the call, `RuntimeError` inside a forward, a backward, `gathered`, `join` or
+        `applied`, and `ValueError` or `TypeError` for a wrong ``to``.
         """
         return self._engine.full_tensors(to=to)
 

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ShardedAverage, ZeroOptimizer, load, open_checkpoint, save
+from zero.runtime.flat_states import RoundedShard
 
 from ..support.errors import assert_in_order, error_of
 from ..support.loops import code_of
 from ..support.models import seeded
+from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.two_modes import ScheduleFree
 
@@ -296,6 +298,20 @@ def test_a_parameter_that_was_never_trained_is_saved_alike_whenever_it_was_froze
     moments = itertools.product(("before", "later"), (1, 2))
     found = [on_threads(n, functools.partial(content, moment=moment)) for moment, n in moments]
     assert len({each for ranks in found for each in ranks}) == 1
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_a_save_keeps_no_copy_of_what_is_frozen_beside_its_master_weights(tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        model = seeded(0, Net)
+        optimizer = ZeroOptimizer(model, stage=3, mixed_precision=BF16, process_group=transport)
+        model.inner.requires_grad_(False)
+        buckets = parts_of(optimizer).storage.buckets
+        assert all(isinstance(bucket.weights, RoundedShard) for bucket in buckets)
+        save(tmp_path / "saved", optimizer).result()
+        assert not [kept for bucket in buckets for kept in bucket.weights.kept()]
+
+    on_threads(2, program)
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

@@ -295,21 +295,23 @@ class Contents:
     def _saved_masters(self, bucket: Bucket) -> list[int]:
         """Return the slots whose master weights are saved, of those that this rank writes.
 
-        A parameter that is frozen now has master weights of its own only if it was trained for a while: else they are
-        the widened parameter, and a run in which it was frozen from the start has none.
+        A parameter that is frozen now has master weights of its own only if it was trained, or was wider when the
+        optimizer was built. Else they are the parameter, and a run in which it was always frozen has none.
         """
         if not bucket.spec.dtypes.has_master:
             return []
         pieces, states = self.writers.pieces(bucket.spec, self.transport.rank), bucket.states
         found = {piece.slot for piece in pieces if bucket.parameters[piece.slot].requires_grad}
-        if states.master is None or not states.master.exists or len(found) == len({piece.slot for piece in pieces}):
-            return sorted(found)
-        weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank)
-        synced, low = states.synced_weights(), states.begin
-        for piece in pieces:
-            narrow = weights.piece(piece).to(synced.dtype)
-            if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
-                found.add(piece.slot)
+        frozen = [piece for piece in pieces if piece.slot not in found]
+        if frozen and states.master is not None and states.master.exists:
+            states.wait_for_copies()
+            weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank).values()
+            synced, low = states.synced_weights(), states.begin
+            for piece in frozen:
+                narrow = weights.piece(piece).to(synced.dtype)
+                if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
+                    found.add(piece.slot)
+            states.evict()
         return sorted(found)
 
     def merge(self, told: Sequence[bytes]) -> StateFacts:

@@ -9,6 +9,8 @@ Knows: buckets, and what every rank has whole beside them. Does not know: steps,
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -98,53 +100,55 @@ class FullState:
                     values[id(parameter)] = strided(whole, slot.offset, spec.shape, spec.stride).to("cpu", copy=True)
         return _state_dict(module, values, self._storage.ignored) if to in (None, self._transport.rank) else None
 
-    def tensors(self, to: int | None, problem: str | None) -> Iterator[tuple[str, Tensor]]:
-        """Return an iterator over names and whole tensors on rank ``to``, or on every rank if it is None; elsewhere it
-        yields nothing. The ranks agree at once, and exchange a bucket when the iterator comes to it.
+    def tensors(self, purpose: str, to: int | None, problem: str | None) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over names and whole tensors on rank ``to``, or on every rank if it is None. It yields
+        nothing on other ranks. The ranks agree at once, and exchange a bucket when their iterators come to it.
 
         ``problem``: an error that this rank found.
         """
-        purpose = f"full_tensors(to={to})"
         module = self._module_for("full_tensors()")
         self._reducer.check_consistency(purpose, problem or self._storage.diagnose())
-        return self._tensors(module, to, purpose, self._moment())
+        found = self._tensors(module, to, purpose)
+        next(found)  # from now on its `close` takes part in what is left
+        return found
 
-    def _moment(self) -> tuple[int, int]:
-        """Return how many meetings and rounds there were: another call or a backward makes a difference. Local."""
-        return self._reducer.agreement.number, self._reducer.schedule.number
+    def _moment(self) -> tuple[int, ...]:
+        """Return how many meetings, rounds and buckets there were. Local."""
+        return self._reducer.agreement.number, self._reducer.schedule.number, len(self._storage.buckets)
 
-    def _check_moment(self, begun: tuple[int, int], purpose: str) -> None:
-        if self._moment() != begun:
-            raise RuntimeError(
-                f"{purpose}: a backward or another call of the optimizer came before all was read, and the rest may "
-                "have other weights: read all, or leave the loop, before it"
-            )
-
-    def _tensors(
-        self, module: nn.Module, to: int | None, purpose: str, begun: tuple[int, int]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """See `tensors`. ``begun``: the moment at which the ranks have agreed."""
-        names: dict[int, str] = {}
-        for name, tensor, _ in state_dict_tensors(module):
-            names.setdefault(id(tensor), name)
+    def _tensors(self, module: nn.Module, to: int | None, purpose: str) -> Iterator[tuple[str, Tensor]]:
+        """See `tensors`. The first item stands for the agreement, and has no tensor of the model."""
+        names = {id(tensor): name for name, tensor, _ in reversed([*state_dict_tensors(module)])}
+        beside = [(names[id(tensor)], tensor) for _, tensor in self._beside_buckets() if id(tensor) in names]
+        begun, thread, whole = self._moment(), threading.get_ident(), None
         buckets = enumerate(self._buckets())
+
+        def check() -> None:
+            if self._moment() != begun:
+                raise RuntimeError(
+                    f"{purpose}: a backward or another call of the optimizer came before the last tensor was read, so "
+                    "the rest could be of other weights: finish the loop, or leave it, first"
+                )
+
         try:
+            yield "", torch.empty(0)
             for number, bucket in buckets:
-                self._check_moment(begun, purpose)
+                check()
                 whole = self._whole(bucket, to, Tag(Kind.GATHER, purpose, index=number), masters=False)
                 for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
                     if whole is not None and id(parameter) in names:
-                        self._check_moment(begun, purpose)
-                        yield names[id(parameter)], strided(whole, slot.offset, spec.shape, spec.stride).clone()
-                del whole
-        except GeneratorExit:  # this rank has left the loop, and others have not
-            for number, bucket in buckets if self._moment() == begun else ():
+                        check()
+                        value = strided(whole, slot.offset, spec.shape, spec.stride)
+                        yield names[id(parameter)], value.to(bucket.spec.device, copy=True)
+        except GeneratorExit:  # this rank has left the loop, and others may not have
+            whole = None
+            here = threading.get_ident() == thread and not sys.is_finalizing() and self._moment() == begun
+            for number, bucket in buckets if here else ():
                 self._whole(bucket, to, Tag(Kind.GATHER, purpose, index=number), masters=False)
             raise
-        for _, tensor in self._beside_buckets() if to in (None, self._transport.rank) else ():
-            if id(tensor) in names:
-                self._check_moment(begun, purpose)
-                yield names[id(tensor)], tensor.detach().clone()
+        for name, tensor in beside if to in (None, self._transport.rank) else ():
+            check()
+            yield name, tensor.detach().clone()
 
     def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
         """Return a bucket's elements on the ranks that get them; None elsewhere."""

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -86,60 +87,87 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
 
 
 PAGE = (resumes.ROOT / "zero" / "ELASTIC.md").read_text()
-STEPS, EVERY = 300, 60  # more than the page's, so that there is time for what happens
 
 
-def test_the_script_of_the_page_loses_a_worker_and_goes_on_with_other_ranks_when_slurm_has_queued_it_again(
-    tmp_path: Path,
-) -> None:
+@dataclass
+class PageScript:
+    """The script of the page, with more steps, so that there is time for it, in a folder."""
+
+    folder: Path
+    every: int
+    stop: str = "zero.StopOnSignal(optimizer)"
+
+    def __post_init__(self) -> None:
+        code = (
+            PAGE.partition("```python\n")[2]
+            .partition("```")[0]
+            .replace("EVERY = 60, 6, 10", f"EVERY = 200, 6, {self.every}")
+        )
+        code = f"import signal\n{code}".replace("zero.StopOnSignal(optimizer)", self.stop)
+        (self.folder / "script.py").write_text(code)
+        self.names: dict[str, Any] = {}
+        exec(code.partition("with zero.process_group")[0], self.names)
+        assert self.names["STEPS"] == 200
+
+    def saved(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in (self.folder / "saved").glob("step-*"))
+
+    def check(self) -> None:
+        """Assert that the last checkpoint has the bits of the plain loop."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        count = self.names["MICRO_BATCHES"]
+        for step in range(200):
+            batches = [self.names["micro_batch"](step, index) for index in range(count)]
+            plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, count)
+            optimizer.zero_grad()
+        trained = zero.open_checkpoint(self.folder / "saved" / "step-00000200").model_state_dict()
+        assert_same_value(trained, dict(model.state_dict()), "the last checkpoint")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to end"])
+def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
+    killed = number == signal.SIGKILL
+    script = PageScript(tmp_path, every=10 if killed else 1000)
+    with resumes.torchrun_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
+        job.add(3)
+        assert job.until(lambda: list((tmp_path / "saved").glob("step-*" if killed else ".lock"))), job.log()
+        time.sleep(1.0)  # any moment of the run will do
+        resumes.send(job.staying[1].workers(), number)
+        job.wait()
+        assert [agent.returncode for agent in job.agents] == [0] * 3, job.log()
+    saved = script.saved()
+    assert saved[-1] == 200
+    assert saved == list(range(10, 201, 10)) if killed else len(saved) == 2, "when all ranks ended, and the last one"
+    script.check()
+
+
+def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_queued_again(tmp_path: Path) -> None:
     flags = re.findall(r"--s\w+-\w+(?:-\w+)?=\S+", PAGE)
     assert [flag.partition("=")[0] for flag in flags] == ["--signals-to-handle", "--shutdown-timeout"]
     (stop,) = re.findall(r"`(zero\.StopOnSignal\(optimizer, \[.*?\]\))`", PAGE)
-    code = PAGE.partition("```python\n")[2].partition("```")[0]
-    for page, here in (("EVERY = 60, 6, 10", f"EVERY = {STEPS}, 6, {EVERY}"), ("zero.StopOnSignal(optimizer)", stop)):
-        assert page in code
-        code = code.replace(page, here)
-    (tmp_path / "script.py").write_text(f"import signal\n{code}")
+    script = PageScript(tmp_path, 1000, stop)
 
     def queued(ranks: int) -> subprocess.Popen[str]:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=1"]
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *flags, "script.py"]
+        environment = {**os.environ, "PYTHONPATH": str(resumes.ROOT)}
         return subprocess.Popen(
-            [sys.executable, *command, *flags, "script.py"],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(resumes.ROOT)},
-            stderr=subprocess.PIPE,
-            text=True,
+            [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
         )
 
-    def wait_for(step: int) -> None:
-        end = time.monotonic() + resumes.LIMIT
-        while step not in steps_in(tmp_path / "saved") and time.monotonic() < end:
-            time.sleep(0.01)
-
     with queued(2) as job:
-        wait_for(EVERY)
-        worker, _ = resumes.processes(job.pid)
-        resumes.send([worker], signal.SIGKILL)
-        wait_for(3 * EVERY)  # by other workers
+        end = time.monotonic() + resumes.LIMIT
+        while not (tmp_path / "saved" / ".lock").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)  # any moment of the run will do
         job.send_signal(signal.SIGUSR1)
         _, said = job.communicate(timeout=resumes.LIMIT)
     assert job.returncode != 0, said
-    *_, third, stopped = sorted(steps_in(tmp_path / "saved"))
-    assert third == 3 * EVERY < stopped < 4 * EVERY, said
+    (stopped,) = script.saved()
+    assert 0 < stopped < 200, said
     with queued(3) as job:
         _, said = job.communicate(timeout=resumes.LIMIT)
     assert job.returncode == 0, said
-    saved = steps_in(tmp_path / "saved")
-    assert sorted(saved) == sorted([*range(EVERY, STEPS + 1, EVERY), stopped])
-    trained = zero.open_checkpoint(saved[STEPS]).model_state_dict()
-
-    names: dict[str, Any] = {}
-    exec(code.partition("with zero.process_group")[0], names)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-    optimizer, count = torch.optim.AdamW(model.parameters(), lr=1e-2), names["MICRO_BATCHES"]
-    for step in range(STEPS):
-        batches = [names["micro_batch"](step, index) for index in range(count)]
-        plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, count)
-        optimizer.zero_grad()
-    assert_same_value(trained, dict(model.state_dict()), "the last checkpoint")
+    assert script.saved() == [stopped, 200]
+    script.check()

@@ -1,8 +1,8 @@
 """NCCL between ranks on one GPU: the plain loop's bits, replicas' process groups, and a rank that is lost.
 
 NCCL refuses two ranks of one host on one GPU. The pool's processes name hosts of their own to it (`NCCL_HOSTID`), so
-their bytes travel through sockets. The library sees one host. Where there is no GPU some tests run on the CPU over
-gloo, which only shows that their code works.
+their bytes travel through sockets. The library sees one host. Where there is no GPU the tests run on the CPU over gloo,
+which only shows that their code works.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class OnHostsOfTwo(devices.OnDevice):
     rank = RankOnHostsOfTwo
 
 
-@pytest.mark.parametrize("name", PROGRAMS if devices.HAS_GPU else ["W4 in replicas of 2, stage 3", "W4 stage 2, fold"])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: devices.Ranks, name: str) -> None:
     with devices.deterministic():
         run(config_with({**PROGRAMS[name], "device": ranks.device}), *LOOP, backend=OnHostsOfTwo(ranks.pool))
@@ -115,7 +115,7 @@ def train_attention(group: dist.ProcessGroup, rank: int, device: str, stage: int
     return model.cpu()
 
 
-@pytest.mark.parametrize("stage", range(4) if devices.HAS_GPU else [3])
+@pytest.mark.parametrize("stage", range(4))
 def test_so_does_attention(ranks: devices.Ranks, stage: int) -> None:
     """Its backward on a GPU adds in any order, unless torch is told to be deterministic."""
     models = ranks.run(train_attention, ranks.device, stage, world_size=2)

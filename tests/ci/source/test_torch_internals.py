@@ -19,7 +19,7 @@ from collectives import pool as memory
 from collectives import torch_internals
 from collectives.pool import Pool
 
-from ...source.trees import ROOT, TREES
+from ...source.trees import ROOT, trees
 
 
 def test_this_torch_has_every_name_and_errors_name_the_torch_that_the_constraints_install() -> None:
@@ -56,15 +56,15 @@ def test_private_names_are_in_one_module_and_private_attributes_are_listed_there
         "from torch import Tensor\nTensor.__repr__, torch.ones(1).add_(1), self._x": [],
     }.items():
         assert list(private_paths(ast.parse(source))) == names
-    found = {module: list(private_paths(tree)) for module, tree in TREES.items()}
+    found = {module: list(private_paths(tree)) for module, tree in trees().items()}
     assert not any(found.values()), {module: paths for module, paths in found.items() if paths}
     weight = torch.ones(1)
     objects = (weight, weight.untyped_storage(), nn.Linear(1, 1), torch.optim.SGD([weight]), dist.ProcessGroup)
     of_torch = {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
-    read = [node for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    read = [node for tree in trees().values() for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
     used = {node.attr for node in read if ast.unparse(node.value) not in ("self", "cls")} & of_torch
     listed = set(
-        re.findall(r"^    (_\w+)", ast.get_docstring(TREES["collectives.torch_internals"]) or "", re.MULTILINE)
+        re.findall(r"^    (_\w+)", ast.get_docstring(trees()["collectives.torch_internals"]) or "", re.MULTILINE)
     )
     assert used, "if there are none, this reader is blind"
     assert used <= listed, f"{used - listed} are read, but not listed"
