@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from .python_work import VERSIONS, excess, measured
-from .support.rows import only, rows
 
 FIGURES = {  # by ranks and stage: (bytecodes, Python calls, C calls) of a step, a unit, a bucket and a parameter
     (1, 0): ((15_463, 616, 381), (0, 0, 0), (5_664, 270, 140), (405, 4, 2)),
@@ -27,7 +26,7 @@ ON_DEVICES = {  # likewise, on the paths for devices
     (8, 2): ((64_006, 2_222, 2_297), (5.75, 0.25, 0.25), (4_395.25, 221.75, 124.75), (225, 1, -3)),
     (8, 3): ((60_362, 2_077, 2_173), (3_597.25, 189, 81), (6_351.25, 316, 198), (830, 19, 22)),
 }
-HERE, THERE = tuple(only(FIGURES, (8, 3))), tuple(rows([], ON_DEVICES))
+HERE, THERE = tuple(FIGURES), tuple(ON_DEVICES)
 
 
 @pytest.mark.first(0)

@@ -17,7 +17,6 @@ from ..dials.record import ODD, config_with
 from ..support.limits import BOUND
 from ..support.machine.run import run
 from ..support.plain import assert_same_model, assert_same_value
-from ..support.rows import rows
 from ..support.small import with_sgd
 
 LOOPS: Any = DIALS[0].values
@@ -25,7 +24,7 @@ pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
 
 
 @pytest.mark.first(0)
-@pytest.mark.parametrize(("stage", "world_size"), rows([(0, 2), (3, 2)], [(1, 1), (2, 3)]))
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (3, 2), (1, 1), (2, 3)])
 def test_training_by_buckets_has_the_bits_of_the_plain_loop(stage: int, world_size: int) -> None:
     parts = [part for part in ODD if part.kind != "sometimes"]  # else a bucket waits in vain
     config = config_with({"stage": stage, "world_size": world_size, "parts": tuple(parts), "bucket_cap_mb": 0.002})

@@ -23,7 +23,6 @@ from ..support.machine.run import Played, play, run
 from ..support.narrowed import BF16, PRECISIONS
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits
-from ..support.rows import only
 
 LOOPS, LOOKS = (dial.values for dial in DIALS)
 NARROW = PRECISIONS["bf16"]
@@ -48,7 +47,7 @@ class NoEvents(gloo_backend._UnderWay):
 
 
 @pytest.mark.first(0)
-@pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_training_has_the_plain_loops_bits(name: str) -> None:
     """On the paths of a device, with collectives of the backend that finish at their wait."""
     config = config_with({"stage": 3, "precision": "bf16", **PROGRAMS[name]})
