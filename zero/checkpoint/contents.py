@@ -303,13 +303,13 @@ class Contents:
         pieces, states = self.writers.pieces(bucket.spec, self.transport.rank), bucket.states
         found = {piece.slot for piece in pieces if bucket.parameters[piece.slot].requires_grad}
         frozen = [piece for piece in pieces if piece.slot not in found]
-        if frozen and states.master is not None and states.master.exists:
+        if frozen and states.master.kept():
             states.wait_for_copies()
             weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank).values()
-            synced, low = states.synced_weights(), states.begin
+            synced = states.synced_weights()
             for piece in frozen:
-                narrow = weights.piece(piece).to(synced.dtype)
-                if not same_bits(synced[piece.begin - low : piece.end - low], narrow):
+                wide = synced.piece(piece)
+                if not same_bits(wide, weights.piece(piece).to(wide.dtype)):
                     found.add(piece.slot)
             states.evict()
         return sorted(found)

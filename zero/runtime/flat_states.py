@@ -64,8 +64,67 @@ from .offload import OffloadedStates
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
 
-class MasterWeights:
-    """The weights of one interval in the master's dtype, 1-D, on a rank that updates them.
+class Parameters:
+    """The weights of one interval that a class steps, 1-D, on a rank that updates them: the parameters themselves."""
+
+    def __init__(self, param: Tensor) -> None:
+        """``param``: the interval's parameters, 1-D, in the dtype of the model."""
+        self._param = param
+
+    @property
+    def master(self) -> Tensor:
+        """The weights that the class steps."""
+        return self._param
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self._param.device
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether they have yet to be made: they were never stepped."""
+        return False
+
+    def kept(self) -> list[Tensor]:
+        """Return the memory that is kept for them, beside the parameters or in their place."""
+        return []
+
+    def apply(self, move: Move) -> None:
+        """Replace the tensors by what ``move`` returns for them."""
+        self._param = move(self._param)
+
+    def synced(self) -> Tensor:
+        """Return the weights with which the next step would begin. Changes nothing."""
+        return self._param
+
+    def compared(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the master weights and the parameters that they follow; nothing if they are equal to these."""
+        return []
+
+    def followed(self) -> None:
+        """Note that the master weights have followed the parameters."""
+
+    def loaded(self) -> None:
+        """Note that the master weights were loaded: parameters that are equal to them are kept once."""
+
+    def settle(self) -> None:
+        """Note that parameters and master weights were written: they are kept once, as the next step would find them,
+        if a rank keeps but one of the two."""
+
+    def forget(self) -> None:
+        """Drop the master weights: from now on they are equal to the parameters."""
+
+    def casts(self, intervals: Iterable[tuple[int, int]], stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters of these intervals, and the master weights to round into them after an update.
+
+        ``stepped``: a copy of the master weights that the class has stepped; None: it has stepped these.
+        """
+        return []
+
+
+class MasterWeights(Parameters):
+    """The weights of one interval in the master's dtype.
 
     The model computes with the interval's parameters. If a parameter's element is not equal to its master weight,
     rounded, it was written from outside (an edit, a loaded checkpoint). It is then the weight, and the master follows.
@@ -82,12 +141,8 @@ class MasterWeights:
             master: their values, if known more precisely than from ``param``.
             empty: returns the memory for them, the same each time; None: new memory on the device of ``param``.
         """
-        self._param, self._dtype, self._master, self._empty = param, dtype, master, empty
-
-    @property
-    def exists(self) -> bool:
-        """False if the weights were never updated: they are equal to the parameters, and use no memory."""
-        return self._master is not None
+        super().__init__(param)
+        self._dtype, self._master, self._empty = dtype, master, empty
 
     @property
     def master(self) -> Tensor:
@@ -96,9 +151,15 @@ class MasterWeights:
             self._master = self._param.to(self._dtype) if self._empty is None else self._empty().copy_(self._param)
         return self._master
 
+    @property
+    def is_missing(self) -> bool:
+        return self._master is None
+
+    def kept(self) -> list[Tensor]:
+        return [] if self._master is None else [self._master]
+
     def apply(self, move: Move) -> None:
-        """Replace the tensors by what ``move`` returns for them."""
-        self._param = move(self._param)
+        super().apply(move)
         self._master = None if self._master is None else move(self._master)
 
     def synced(self) -> Tensor:
@@ -114,25 +175,13 @@ class MasterWeights:
         sync_from_params([self])
 
     def compared(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the master weights and the parameters that they follow; nothing if they are equal to these."""
         return [] if self._master is None else [(self._master, self._param)]
 
-    def followed(self) -> None:
-        """Note that the master weights have followed the parameters."""
-
-    def loaded(self) -> None:
-        """Note that the master weights were loaded: parameters that are equal to them are kept once."""
-
     def forget(self) -> None:
-        """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
 
-    def casts(self, begin: int, end: int, stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters ``begin`` to ``end``, and the master weights to round into them after an update.
-
-        ``stepped``: a copy of the master weights that the class has stepped; None: it has stepped these.
-        """
-        return [(self._param[begin:end], (self.master if stepped is None else stepped)[begin:end])]
+    def casts(self, intervals: Iterable[tuple[int, int]], stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        return [(self._param[b:e], (self.master if stepped is None else stepped)[b:e]) for b, e in intervals]
 
 
 class RoundedShard(FlatBuffer):
@@ -211,11 +260,14 @@ class MastersAlone(MasterWeights):
         if all(same_bits(master.to(written.dtype), written) for master, written in self.compared()):
             self._shard.drop()
 
+    def settle(self) -> None:
+        self.sync_from_param()
+
     def forget(self) -> None:
         """Make the master weights equal to the parameters."""
         self._shard.master.copy_(self._shard.data)
 
-    def casts(self, begin: int, end: int, stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    def casts(self, intervals: Iterable[tuple[int, int]], stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Return nothing: parameters are rounded where they are read."""
         return []
 
@@ -273,7 +325,7 @@ class WideCopies:
                 round_into(kept[name][place], self.tensors[name][place], stream, first, spec.shape, spec.stride)
 
 
-def sync_from_params(masters: Sequence[MasterWeights]) -> None:
+def sync_from_params(masters: Sequence[Parameters]) -> None:
     """Let each take over what was written into its parameters since the last cast."""
     _follow([pair for master in masters for pair in master.compared()])
     for master in masters:
@@ -339,7 +391,7 @@ class BucketStates:
         bucket: BucketSpec,
         parameters: FlatBuffer,
         specs: Sequence[ParameterSpec],
-        master: MasterWeights | None = None,
+        master: Parameters | None = None,
         store: OffloadedStates | None = None,
         wide: WideCopies | None = None,
     ) -> None:
@@ -350,7 +402,7 @@ class BucketStates:
             bucket: the bucket.
             parameters: of the interval.
             specs: of each slot's parameter.
-            master: the master weights, which are updated instead of the parameters; None: there are none.
+            master: the master weights, which are updated instead of the parameters; None: the parameters are.
             store: the memory of the states, if they are offloaded.
             wide: the copies in which the class steps what is rounded; None: nothing is.
         """
@@ -360,7 +412,7 @@ class BucketStates:
         self.scalars = [spec.shape == () for spec in specs]
         self._cut = CUT if step_device(bucket) == "cpu" and not self.alone else None
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
-        self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
+        self.master, self._placement = master or Parameters(parameters.data), parameters.placement
         stacks = [spec.stack for spec in specs]
         self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, stacks)
         self.groups = [specs[piece.slot].group for piece in self.pieces]
@@ -373,23 +425,28 @@ class BucketStates:
     @property
     def weights(self) -> Tensor:
         """The weights that are updated, 1-D: the master weights if there are any, else the parameters."""
-        return self._parameters if self.master is None else self.master.master
+        return self.master.master
 
-    def synced_weights(self) -> Tensor:
-        """Return the weights with which the next step would begin, 1-D, in the master's dtype. Changes nothing."""
-        if self.master is None:
-            return self._parameters
-        return self.master.synced()
+    def over(self, data: Tensor) -> FlatBuffer:
+        """Return a buffer of data with one value for each element of the interval."""
+        return FlatBuffer(data, self._placement, self.begin)
 
-    def casts(self, present: bytes) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parameters of the pieces that were ``present`` in a step, and the master weights to round into
+    def synced_weights(self) -> FlatBuffer:
+        """Return the weights with which the next step would begin, in the master's dtype. Changes nothing."""
+        return self.over(self.master.synced())
+
+    def casts(self, present: bytes) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters of the pieces that were ``present`` in a step, and the master weights to round into
         them."""
-        if self.master is not None:
-            stepped = None if self._store is None else self._store.staged.get(WEIGHTS)
-            for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
-                members = [piece for piece, _ in pieces]
-                if is_present:
-                    yield from self.master.casts(members[0].begin - self.begin, members[-1].end - self.begin, stepped)
+        stepped = None if self._store is None else self._store.staged.get(WEIGHTS)
+        return self.master.casts(self._intervals(present), stepped)
+
+    def _intervals(self, present: bytes) -> Iterator[tuple[int, int]]:
+        """Yield the begin and the end, within the interval, of neighbouring pieces that are ``present``."""
+        for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
+            members = [piece for piece, _ in pieces]
+            if is_present:
+                yield members[0].begin - self.begin, members[-1].end - self.begin
 
     def plan(self, present: bytes, cut: frozenset[int]) -> None:
         """Make the runs over the pieces that are ``present``. ``cut``: the groups of which long runs are cut."""
@@ -475,9 +532,7 @@ class BucketStates:
         def moved(tensor: Tensor) -> Tensor:
             return tensor if tensor.untyped_storage().data_ptr() in stored else move(tensor)
 
-        self._parameters = moved(self._parameters)
-        if self.master is not None:
-            self.master.apply(moved)
+        self.master.apply(moved)
         for flat in self.flat.values():
             flat.apply(moved)
         for number, state in enumerate(self._states if self.alone else ()):
@@ -552,13 +607,12 @@ class BucketStates:
         if self._store is not None:
             room = self._store.tensor(name, dtype)
         else:
-            room = torch.zeros(self.end - self.begin, dtype=dtype, device=self._parameters.device)
-        return FlatBuffer(room, self._placement, self.begin)
+            room = torch.zeros(self.end - self.begin, dtype=dtype, device=self.master.device)
+        return self.over(room)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the states: flat tensors, scalars of the runs, and master weights."""
-        wide = [self.master.master] if self.master is not None and self.master.exists else []
-        return [*(flat.data for flat in self.flat.values()), *self._others(), *wide]
+        return [*(flat.data for flat in self.flat.values()), *self._others(), *self.master.kept()]
 
     def stepped(self) -> tuple[bytes, frozenset[int]]:
         """Return the arguments of the last `plan`: which slots of the bucket have runs, one flag each, and the groups
@@ -597,7 +651,7 @@ class BucketStates:
 
     def prefetch(self) -> None:
         """Prefetch the states, which will be needed soon."""
-        if self._store is not None and not (self.bucket.offloaded and self.master and self.master.compared()):
+        if self._store is not None and not (self.bucket.offloaded and self.master.compared()):
             self._store.prefetch(self._flats())  # else master weights follow edits first
 
     def ready(self) -> None:

@@ -145,7 +145,7 @@ class ShardedAverage:
         """Take the weights of this moment into the average, on this rank. Internal."""
         for bucket in self._buckets():
             bucket.states.wait_for_copies()
-            weights, index = self._weights(bucket), bucket.spec.index
+            weights, index = bucket.states.synced_weights(), bucket.spec.index
             if index not in self._flat or self.n_averaged == 0:
                 self.room(bucket).data.copy_(weights.data)
             else:
@@ -160,7 +160,7 @@ class ShardedAverage:
         """
         if bucket.spec.index not in self._flat:
             bucket.states.wait_for_copies()
-            self.room(bucket).data.copy_(self._weights(bucket).data)
+            self.room(bucket).data.copy_(bucket.states.synced_weights().data)
             bucket.states.evict()
         return self._flat[bucket.spec.index]
 
@@ -168,10 +168,10 @@ class ShardedAverage:
         """Return the memory of `values`, which has any values if it is new. Internal."""
         number = bucket.spec.index
         if number not in self._flat:
-            of = self._updated(bucket)
+            states = bucket.states
             with usable_later():
-                data = torch.empty(of.end - of.begin, dtype=bucket.spec.dtypes.master_dtype, device=of.device)
-            self._flat[number] = FlatBuffer(data, of.placement, of.begin)
+                size, dtype = states.end - states.begin, bucket.spec.dtypes.master_dtype
+                self._flat[number] = states.over(torch.empty(size, dtype=dtype, device=states.master.device))
         return self._flat[number]
 
     def apply(self, move: Move) -> None:
@@ -198,15 +198,6 @@ class ShardedAverage:
         """Yield bucket and slot of each parameter, in the order of torch.optim's indices."""
         slots = [(bucket, number) for bucket in self._buckets() for number in range(len(bucket.specs))]
         yield from sorted(slots, key=lambda slot: slot[0].specs[slot[1]].index)
-
-    def _updated(self, bucket: Bucket) -> FlatBuffer:
-        """Return the weights that this rank updates, in the dtype with which the model computes."""
-        return bucket.updated_weights(self._all.stage, self._all.shard_group.rank)
-
-    def _weights(self, bucket: Bucket) -> FlatBuffer:
-        """Return them as the next step would begin with them: the master weights if there are any."""
-        of = self._updated(bucket)
-        return FlatBuffer(bucket.states.synced_weights().detach(), of.placement, of.begin)
 
     def _update(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
         seen = torch.tensor(count, device="cpu")

@@ -119,8 +119,7 @@ def describe(
     for stored in (*buckets, *storage.unlisted_buckets()):
         offloaded += stored.weights.kept() if stored.spec.offloaded else []
     for bucket in buckets:
-        master = bucket.states.master if bucket.spec.offloaded else None
-        offloaded += [master.master] if master is not None and master.exists else []
+        offloaded += bucket.states.master.kept() if bucket.spec.offloaded else []
         offloaded += bucket.grad.tensors() if bucket.spec.offloaded else []
         offloaded += bucket.states.tensors() if bucket.spec.stepped_on_host else []  # also step counts
     units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
@@ -187,7 +186,7 @@ def _kept(bucket: Bucket) -> KeptStates:
     stepped, cut = states.stepped()
     return KeptStates(
         sum(flat.data.itemsize for flat in states.flat.values()),
-        states.master is not None and states.master.exists,
+        bool(states.master.kept()),
         states.scalar_bytes(),
         stepped,
         cut,

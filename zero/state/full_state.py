@@ -39,7 +39,6 @@ from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import MastersAlone
 from .gather import gather_to
 
 _NO_MODULE = (
@@ -164,7 +163,7 @@ class FullState:
         if wide:
             assert isinstance(bucket, Bucket)
             bucket.states.wait_for_copies()
-            held = FlatBuffer(bucket.states.synced_weights(), self._stage.states, bucket.states.begin)
+            held = bucket.states.synced_weights()
             bucket.states.evict()
         if held.placement is Placement.WHOLE or self._shard_group.world_size == 1:
             return held.data if place in receivers else None
@@ -246,7 +245,7 @@ class FullState:
                 parameter.detach().copy_(narrow.slot(slot, spec))  # a graph that was kept finds it
         else:
             bucket.weights.data.copy_(narrow.interval(bucket.weights.begin, bucket.weights.end))
-        if not isinstance(bucket, Bucket) or bucket.states.master is None:
+        if not isinstance(bucket, Bucket) or not bucket.spec.dtypes.has_master:
             return
         states, master = bucket.states, bucket.states.master
         chosen = [piece for piece in states.pieces if bucket.spec.slots[piece.slot].parameter in wide]
@@ -256,8 +255,7 @@ class FullState:
             for piece in chosen:
                 own = master.master[piece.begin - states.begin : piece.end - states.begin]
                 own.copy_(whole[piece.begin : piece.end])
-            if isinstance(master, MastersAlone):
-                master.sync_from_param()  # what was written is kept once
+            master.settle()
             states.evict()
 
     def _beside_buckets(self) -> list[tuple[str, Tensor]]:

@@ -21,10 +21,9 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.layout import Cuts, OwnerCuts, ParameterSpec
 from ..core.runs import PieceState, Rules, joined
-from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
 from ..runtime.bucket import Bucket
-from ..runtime.flat_buffer import FlatBuffer, gather_slot
+from ..runtime.flat_buffer import gather_slot
 
 _MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
 
@@ -130,7 +129,7 @@ def gather(
         states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
             if name == _MASTER:
-                part = states.synced_weights()
+                part = states.synced_weights().data
             elif name in states.flat:
                 part = states.flat[name].data
             else:
@@ -189,7 +188,7 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
             shapes = {name: _facts(value) for name, value in large.items()}
             pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
-        described.append((pieces, flat, states.master is not None and states.master.exists))
+        described.append((pieces, flat, bool(states.master.kept())))
     return described, tensors, problem
 
 
@@ -200,8 +199,7 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
     """
     spec, states = bucket.specs[number], bucket.states
     tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
-    held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
-    whole = gather_slot(held, bucket.spec.slots[number], bucket.spec, rank, collective, tag)
+    whole = gather_slot(states.synced_weights(), bucket.spec.slots[number], bucket.spec, rank, collective, tag)
     states.evict()
     return whole.as_strided(spec.shape, spec.stride)
 

@@ -491,7 +491,7 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
     """
     for bucket in buckets:
         states = bucket.states
-        if states.master is None:
+        if not bucket.spec.dtypes.has_master:
             continue
         states.master.forget()
         for piece in states.pieces:

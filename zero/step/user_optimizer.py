@@ -221,13 +221,13 @@ class UserOptimizer:
         a byte each, 0 or 1. None: of all. ``later``: of an optimizer that has been constructed before."""
         if not (self._later_begin_with_state if later else self._begins_with_state):
             return
-        late = states.master is not None and not states.master.exists
+        late = states.master.is_missing
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
             built = self.plain(_param_groups([states], groups))
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
-        if late and states.master is not None:
+        if late:
             states.snapshot()  # drop the runs: they are views of master weights that may never be updated
             states.master.forget()
 
@@ -318,8 +318,7 @@ def all_present(states: BucketStates) -> bytes:
 
     None, if there are no master weights yet: the bucket is frozen, and was never stepped.
     """
-    found = states.master is None or states.master.exists
-    return bytes([found]) * len(states.pieces)
+    return bytes([not states.master.is_missing]) * len(states.pieces)
 
 
 class NotElementwiseError(ValueError):
@@ -339,7 +338,7 @@ def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping
     groups, instance = {n: _apart(group) for n, group in groups.items()}, together[0].states.instance
     every = [update.states for update in together]
     try:
-        sync_from_params([states.master for states in every if states.master is not None])
+        sync_from_params([states.master for states in every])
         for update in together:
             _prepare(update, cut)
         instance.param_groups = param_groups = _param_groups(every, groups)

@@ -41,12 +41,12 @@ from ...core.stage import Placement, step_device
 from ...core.statetree import BLOCKS, DTYPES, N_AVERAGED, NO_OPTIONS, decode_states, encode_inline, tensor_names
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
-from ...runtime.flat_states import BucketStates, MastersAlone
+from ...runtime.flat_states import BucketStates
 from ...state.plain_dicts import fitted, scalar_state
 from ...step.arguments import same
 from ...step.classes import TRAIN_MODE
 from ...step.partition import begin_at_zero, stack_of
-from ..contents import Contents, StoredTensor
+from ..contents import AVERAGE, STATE, WEIGHTS, Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
 from ..format.manifest import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
@@ -459,7 +459,7 @@ class Loader:
         self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
         self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
         self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
-        self._partial: set[int] = set()  # buckets some of whose master weights stay
+        self._filled: dict[int, dict[str, FlatBuffer]] = {}  # what is read, by bucket and kind
         self._pieces = [
             {piece.slot: piece for piece in bucket.spec.pieces(*self._interval(bucket))} for bucket in contents.buckets
         ]
@@ -481,14 +481,12 @@ class Loader:
             here = stored_in.get(number, ())
             if number in contents.updated:
                 bucket.states.wait_for_copies()
-                if bucket.states.master is not None:
-                    bucket.states.snapshot()
-                    if all(self.fit.numel(stored) == math.prod(stored.shape) for stored in here):
-                        bucket.states.master.forget()
-                    elif bucket.states.master.exists:
-                        self._partial.add(number)
-            if with_states:
                 bucket.states.snapshot()
+                if all(self.fit.numel(stored) == math.prod(stored.shape) for stored in here):
+                    bucket.states.master.forget()
+                for kept in bucket.states.master.kept():  # some of them stay
+                    self._fill(number, MASTERS, bucket.states.over(kept))
+            if with_states:
                 self._old = dict(bucket.states.flat)
                 bucket.states.flat.clear()
             for stored in here:
@@ -537,22 +535,18 @@ class Loader:
         return bucket.spec.owned(self._rank)
 
     def _expect_weights(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
-        low, high = self._interval(bucket)
-        dtypes, fit = bucket.spec.dtypes, self.fit
-        weights = bucket.weights.interval(low, high).detach()
-        narrow, widest = fit.model[stored.name], fit.widest(stored)
+        dtypes, narrow, widest = bucket.spec.dtypes, self.fit.model[stored.name], self.fit.widest(stored)
         has_dtype = DTYPES[narrow[1].dtype] is dtypes.param_dtype
-        master = bucket.states.master if number in self._contents.updated else None
-        if master is None:
-            self._expect(stored, number, bucket, MODEL if widest is narrow else MASTERS, widest, "weights", weights)
+        folder = MODEL if widest is narrow else MASTERS
+        if number not in self._contents.updated or not dtypes.has_master:
+            self._expect(stored, number, bucket, folder, widest, WEIGHTS, bucket.weights)
             return
         if has_dtype:
-            self._expect(stored, number, bucket, MODEL, narrow, "weights", weights)
+            self._expect(stored, number, bucket, MODEL, narrow, WEIGHTS, bucket.weights)
             if widest is narrow:
                 return  # the master weights are equal to the parameter
-        begin = bucket.states.begin
-        wide = master.master[low - begin : high - begin]
-        self._expect(stored, number, bucket, MODEL if widest is narrow else MASTERS, widest, MASTERS, wide)
+        wide = bucket.states.over(bucket.states.weights)
+        self._expect(stored, number, bucket, folder, widest, MASTERS, wide)
         assert stored.place is not None
         self._wide.setdefault(number, set()).add(stored.place[1])
         if not has_dtype:
@@ -566,8 +560,7 @@ class Loader:
                 follows = saved[1].dtype == self.fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
                 flat = self._flat(states, name, dtype)
-                into = flat.interval(*self._interval(bucket))
-                self._expect(stored, number, bucket, OPTIMIZER, saved, f"state {name}", into)
+                self._expect(stored, number, bucket, OPTIMIZER, saved, f"{STATE} {name}", flat)
             elif states.pieces_of(slot):
                 place = len(self._scalars)
                 self._places.setdefault((number, slot), {})[name] = (place, saved[1])
@@ -577,9 +570,8 @@ class Loader:
     def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
         for name, tensors in self.fit.averages.items():
             if stored.name in tensors:
-                into = self._contents.averages.by_name[name].room(bucket).interval(*self._interval(bucket))
-                folder, kind = averages_folder(name), f"average {name}"
-                self._expect(stored, number, bucket, folder, tensors[stored.name], kind, into)
+                room, folder = self._contents.averages.by_name[name].room(bucket), averages_folder(name)
+                self._expect(stored, number, bucket, folder, tensors[stored.name], f"{AVERAGE} {name}", room)
 
     def _flat(self, states: BucketStates, name: str, dtype: torch.dtype) -> FlatBuffer:
         """Return the memory of a state: that which it had, if it fits."""
@@ -588,11 +580,17 @@ class Loader:
             states.flat[name] = old if old is not None and old.data.dtype is dtype else states.allocate(name, dtype)
         return states.flat[name]
 
+    def _fill(self, number: int, kind: str, flat: FlatBuffer) -> None:
+        """Note that this rank's interval of what it holds of a bucket gets values."""
+        self._filled.setdefault(number, {})[kind] = flat
+
     def _expect(
-        self, stored: StoredTensor, number: int, bucket: Bucket, folder: str, saved: Saved, kind: str, into: Tensor
+        self, stored: StoredTensor, number: int, bucket: Bucket, folder: str, saved: Saved, kind: str, flat: FlatBuffer
     ) -> None:
-        """Read this rank's piece of a saved tensor into ``into``, which is 1-D and holds its interval of the bucket."""
+        """Read this rank's piece of a saved tensor into what it holds of the bucket."""
         assert stored.place is not None
+        self._fill(number, kind, flat)
+        into = flat.interval(*self._interval(bucket)).detach()
         slot, (low, high), dtype = stored.place[1], self._interval(bucket), DTYPES[saved[1].dtype]
         piece = self._pieces[number].get(slot)
         if piece is None or not piece.numel:
@@ -625,11 +623,10 @@ class Loader:
 
     def _begin_averages(self, number: int, bucket: Bucket) -> None:
         """Let the averages of what the checkpoint lacks be the weights."""
-        master, weights = bucket.states.master, bucket.weights
-        if master is not None and master.exists:
-            weights = FlatBuffer(master.master, weights.placement, bucket.states.begin)
+        weights = next(map(bucket.states.over, bucket.states.master.kept()), bucket.weights)
         for name in self.fit.averages:
             room, begun = self._contents.averages.by_name[name].room(bucket), self.fit.new_averages.get(name, ())
+            self._fill(number, f"{AVERAGE} {name}", room)
             for piece in self._pieces[number].values():
                 is_new = bucket.specs[piece.slot].name in begun
                 new = piece if is_new else replace(piece, begin=self._saved_part(number, piece).end)
@@ -647,33 +644,21 @@ class Loader:
     def _finish(self, number: int, bucket: Bucket) -> None:
         """Round what must be rounded, and gather what every rank has whole. Collective."""
         parts = self._contents.parts
-        wide = self._wide.get(number, set())
-        if wide or number in self._partial:
-            assert bucket.states.master is not None
-            master = FlatBuffer(bucket.states.master.master, bucket.weights.placement, bucket.states.begin)
-            for piece in self._pieces[number].values():
-                if piece.slot in self._rounded.get(number, ()):
-                    bucket.weights.piece(piece).copy_(master.piece(piece))
-                elif piece.slot not in wide:
-                    read = self._saved_part(number, piece) if number in self._partial else piece
-                    master.piece(read).copy_(bucket.weights.piece(read))
+        filled, cuts = self._filled.setdefault(number, {}), bucket.spec.cuts
+        for piece in self._pieces[number].values() if MASTERS in filled else ():
+            if piece.slot in self._rounded.get(number, ()):
+                bucket.weights.piece(piece).copy_(filled[MASTERS].piece(piece))
+            elif piece.slot not in self._wide.get(number, ()):
+                read = self._saved_part(number, piece)
+                filled[MASTERS].piece(read).copy_(bucket.weights.piece(read))
         if number in self._contents.updated and self._with_states:
             self._begin_averages(number, bucket)
-        if parts.shard_group.world_size > 1:
-            held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
-            if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
-                held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
-                held += [self._contents.averages.by_name[name].room(bucket) for name in sorted(self.fit.averages)]
-                if wide or number in self._partial:
-                    assert bucket.states.master is not None
-                    held.append(FlatBuffer(bucket.states.master.master, Placement.WHOLE))
-            for place, whole in enumerate(held):
-                tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)
-                cuts = bucket.spec.cuts
-                redistribute(whole.shard(cuts, parts.shard_group.rank), whole, cuts, parts.collective, tag).wait()
+        for kind, flat in sorted(filled.items()):
+            if flat.placement is Placement.WHOLE and cuts.world_size > 1:
+                tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, {kind}"[:70], index=number)
+                redistribute(flat.shard(cuts, self._rank), flat, cuts, parts.collective, tag).wait()
         if number in self._contents.updated:
-            if isinstance(bucket.states.master, MastersAlone):
-                bucket.states.master.sync_from_param()  # what was read is kept once
+            bucket.states.master.settle()
             bucket.states.evict()
 
     def _set_states(self, number: int, bucket: Bucket, stored: Sequence[StoredTensor]) -> None:

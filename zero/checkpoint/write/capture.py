@@ -435,13 +435,10 @@ class Capture:
 
     def _capture_masters(self, number: int, bucket: Bucket, low: int, high: int) -> None:
         """Note the master weights, as a step would begin with them: they follow the parameters of this moment."""
-        states = bucket.states
-        assert states.master is not None
-        begin = low - states.begin
-        wide = states.master.master[begin : begin + high - low] if states.master.exists else None
-        dtypes = bucket.spec.dtypes
+        states, dtypes = bucket.states, bucket.spec.dtypes
         parameters = self.staged[WEIGHTS, number].view(dtypes.param_dtype)
-        now = MasterWeights(parameters, dtypes.master_dtype, None if wide is None else wide.cpu())
+        wide = next((states.over(kept).interval(low, high).cpu() for kept in states.master.kept()), None)
+        now = MasterWeights(parameters, dtypes.master_dtype, wide)
         self.live[MASTERS, number] = (number, lambda: as_bytes(now.synced()))
 
     def _capture_wholes(self, plan: WritePlan) -> None:
@@ -489,7 +486,8 @@ def _held(contents: Contents, tensor: BucketTensor) -> FlatBuffer:
     """Return what this rank holds of the bucket: weights, states of a name, or master weights."""
     bucket = contents.buckets[tensor.place[0]]
     if tensor.kind == MASTERS:
-        return FlatBuffer(bucket.states.synced_weights(), bucket.weights.placement, bucket.states.begin)
-    nothing = torch.empty(0, dtype=tensor.dtype, device=bucket.spec.device)  # no piece of this rank has the state
+        return bucket.states.synced_weights()
     found = contents.flats(tensor.place[0]).get(tensor.kind)
-    return FlatBuffer(nothing, bucket.weights.placement, bucket.states.begin) if found is None else found
+    if found is not None:
+        return found
+    return bucket.states.over(torch.empty(0, dtype=tensor.dtype, device=bucket.spec.device))  # no piece has the state
