@@ -270,14 +270,15 @@ class Engine:
         if not 0 <= to < self._transport.world_size:
             raise ValueError(f"{purpose}: rank {to} is not one of the {self._transport.world_size} ranks")
 
-    def _is_free(self) -> bool:
-        return not self._gathered and self._storage.unit_hooks.end_iteration()
-
-    def _check_between_steps(self, purpose: str) -> None:
+    def _between_steps(self, purpose: str) -> str | None:
+        """Raise `RuntimeError` inside a backward, `join` or `applied`. Return the error's text inside `gathered` or a
+        forward, where other ranks need not be; else None."""
         self.check()
         self.averages.refuse_applied(purpose)
         if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
+        is_free = not self._gathered and self._storage.unit_hooks.end_iteration()
+        return None if is_free else f"{purpose} inside gathered() or inside a forward: leave it first"
 
     def check_may_add(self) -> None:
         """Raise `RuntimeError` if no param group can be added now. Local."""
@@ -449,17 +450,14 @@ class Engine:
     def full_tensors(self, to: int | None) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the model's whole tensors on rank ``to``, or on every rank."""
         purpose = f"full_tensors(to={to})"
-        self._check_between_steps(purpose)
+        problem = self._between_steps(purpose)
         self._check_rank(to, "full_tensors")
-        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
         return self._full_state.tensors(purpose, to, problem)
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Overwrite the model with the state dict of the first rank that has one."""
         purpose = "load_full_state_dict()"
-        self._check_between_steps(purpose)
-        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
-        self.load(self._full_state.agree(state_dict, problem), f"in {purpose}")
+        self.load(self._full_state.agree(state_dict, self._between_steps(purpose)), f"in {purpose}")
 
     @joinable
     def update_average(self, average: str) -> None:
@@ -476,9 +474,7 @@ class Engine:
     def apply_average(self, average: str) -> Iterator[None]:
         """Return a context in which the model's weights are an average."""
         purpose = f"applied() of the average {average!r}"
-        self._check_between_steps(purpose)
-        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
-        with self.averages.applied(average, purpose, problem), self.parts.streams.block():
+        with self.averages.applied(average, purpose, self._between_steps(purpose)), self.parts.streams.block():
             yield
 
     @untraced_context
@@ -542,9 +538,7 @@ class Engine:
         if self._user_optimizers.modes(groups) == {mode}:
             return
         purpose = f"{mode}()"
-        self._check_between_steps(purpose)
-        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose() or self._user_optimizers.changed(groups)
+        problem = self._between_steps(purpose) or self._storage.diagnose() or self._user_optimizers.changed(groups)
         self._reducer.check_consistency(purpose, problem)
         with usable_later(), torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
             changed = self._update.set_mode(groups, mode)
@@ -607,8 +601,7 @@ class Engine:
 
     def reset_states(self, groups: Sequence[Options], chosen: Sequence[Tensor] | None) -> None:
         """Forget the states of ``chosen`` parameters (None: all)."""
-        self._check_between_steps("reset_states()")
-        problem = None if self._is_free() else "reset_states() inside gathered() or inside a forward: leave it first"
+        problem = self._between_steps("reset_states()")
         indices = agree_to_forget(self._reducer, self._storage, chosen, problem)
         self.before_load()
         with usable_later():
@@ -622,9 +615,8 @@ class Engine:
 
     def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
         """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""
-        self._check_between_steps(purpose)
-        if problem is None and not self._is_free():
-            problem = f"{purpose} inside gathered() or inside a forward: leave it first"
+        inside = self._between_steps(purpose)
+        problem = problem or inside
         if problem is None and self._reducer.has_new_gradients:
             problem = f"{purpose} with gradients that no step has used, {why_not}: call it after step() or zero_grad()"
         records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
@@ -632,9 +624,9 @@ class Engine:
 
     def offload(self) -> None:
         """Move all but gradients from the device to the host."""
-        self._check_between_steps("offload()")
-        has_gradients = self._reducer.has_new_gradients or not self._reducer.schedule.is_open
-        problem = "offload() with gradients, which do not move: call zero_grad() first" if has_gradients else None
+        problem = self._between_steps("offload()")
+        if self._reducer.has_new_gradients or not self._reducer.schedule.is_open:
+            problem = problem or "offload() with gradients, which do not move: call zero_grad() first"
         try:
             self._agree("offload()", "which do not move", problem or self._memory.copy_to_host(), b"")
         except Exception:

@@ -28,6 +28,7 @@ from collectives.kernels import kernels_of
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import extended
+from .core.grain import stacked
 from .core.layout import BucketSpec, Layout, ParameterSpec
 from .core.parameter_specs import FLOATS, check_buffers, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
@@ -261,8 +262,8 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            stack = stack_of(spec, blocks[spec.group])
-            described.append(replace(spec, offloaded=on_host, stepped_on_host=stepped, stack=stack))
+            grain = stacked(stack_of(spec, blocks[spec.group]))
+            described.append(replace(spec, offloaded=on_host, stepped_on_host=stepped, grain=grain))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:

@@ -17,9 +17,9 @@ from torch import nn
 from zero.config import Config
 from zero.core.buckets import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, build, extended, loads
 from zero.core.formulas import KeptStates, busiest_link, formula_bytes, formula_traffic, peak_bounds, sharded_bytes
+from zero.core.grain import BY_BLOCK, CUT_EVERY, WHOLE, stacked
 from zero.core.layout import (
     ALIGNMENT_BYTES,
-    CUT_EVERY,
     BucketSpec,
     Dtypes,
     EvenCuts,
@@ -236,11 +236,11 @@ def test_where_parameters_consist_of_blocks_every_piece_begins_with_one_and_is_l
     sizes: list[int], world_size: int, nbytes: int, dtypes: Dtypes, device: str
 ) -> None:
     described = [
-        spec(f"p{n}", (size,), dtypes, index=n, device=device, blocks=n % 4 != 3, one_owner=n % 4 == 3)
+        spec(f"p{n}", (size,), dtypes, index=n, device=device, grain=WHOLE if n % 4 == 3 else BY_BLOCK)
         for n, size in enumerate(sizes)
     ]
     for bucket in build(described, world_size, nbytes).buckets:
-        (blocks,) = {described[slot.parameter].blocks for slot in bucket.slots}
+        (blocks,) = {described[slot.parameter].grain.unit == "block" for slot in bucket.slots}
         bounds = list(bucket.cuts)
         assert (bounds[0], bounds[-1], len(bounds)) == (0, bucket.numel, world_size + 1)
         assert bounds == sorted(bounds)
@@ -265,7 +265,7 @@ Shapes = list[tuple[int, ...]]
 
 def specs_of(shapes: Shapes, first: int = 0, *, dtypes: Dtypes = PLAIN[1]) -> list[ParameterSpec]:
     return [
-        spec(f"p{number}", shape, dtypes, number % 5 != 4, index=number, unit=number % 3, one_owner=True)
+        spec(f"p{number}", shape, dtypes, number % 5 != 4, index=number, unit=number % 3, grain=WHOLE)
         for number, shape in enumerate(shapes, start=first)
     ]
 
@@ -302,7 +302,7 @@ def test_cuts_fall_between_slots_which_lie_in_the_order_of_their_owners(
     cut = [spec(f"c{number}", (50,), index=len(shapes) + number) for number in range(4)]
     layout = build([*specs_of(shapes), *cut], ranks, cap, across_units=across)
     for bucket in layout.buckets:
-        (whole,) = {layout.parameters[slot.parameter].one_owner for slot in bucket.slots}
+        (whole,) = {layout.parameters[slot.parameter].grain == WHOLE for slot in bucket.slots}
         assert isinstance(bucket.cuts, OwnerCuts) == whole
         if not whole:
             continue
@@ -347,7 +347,7 @@ def test_blocks_have_one_owner_each_and_are_aligned_as_in_their_parameter(
 ) -> None:
     """No rank has more of a bucket than its share and the largest blocks between two places where cuts may lie."""
     parameters = [
-        spec(f"p{n}", shape, dtypes, n % 4 != 3, index=n, device=device, stack=(shape[1:],) * shape[0])
+        spec(f"p{n}", shape, dtypes, n % 4 != 3, index=n, device=device, grain=stacked((shape[1:],) * shape[0]))
         for n, shape in enumerate(shapes)
     ]
     found: list[int] = [0] * ranks
@@ -355,7 +355,7 @@ def test_blocks_have_one_owner_each_and_are_aligned_as_in_their_parameter(
         narrowest = min(dtype.itemsize for dtype in astuple(dtypes))
         places, begins = list[int](), list[int]()
         for slot in bucket.slots:
-            stack = parameters[slot.parameter].stack
+            stack = parameters[slot.parameter].grain.stack
             ends = [slot.offset + end for end in itertools.accumulate(map(math.prod, stack), initial=0)]
             begins += ends[:-1]
             places += [begin for begin in ends[:-1] if begin * narrowest % BOUNDARIES[device] == 0]
@@ -397,8 +397,8 @@ def test_buckets_even_each_other_out() -> None:
     held = [21, 0, 0]
     assert share_blocks([7] * 6, held) == [0, 0, 1, 1, 2, 2], "one bucket stays even"
     assert share_blocks([7] * 4, held) == [1, 1, 2, 2]
-    layout = build([spec(f"p{n}", (8, 4, 8), index=n, stack=((4, 8),) * 8) for n in range(2)], 16, 1)
-    longer = extended(layout, [spec("p2", (8, 4, 8), index=2, stack=((4, 8),) * 8)], 1)
+    layout = build([spec(f"p{n}", (8, 4, 8), index=n, grain=stacked(((4, 8),) * 8)) for n in range(2)], 16, 1)
+    longer = extended(layout, [spec("p2", (8, 4, 8), index=2, grain=stacked(((4, 8),) * 8))], 1)
     assert longer.buckets[:2] == layout.buckets
     assert [nbytes for nbytes, _ in loads(layout).values()] == [128] * 16
 

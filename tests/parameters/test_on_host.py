@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 import zero
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, ZeroOptimizer
+from zero.core.grain import BY_ELEMENT
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.stage import step_device
 from zero.runtime.offload import Staging
@@ -115,7 +116,7 @@ def test_a_class_is_tried_where_it_steps_and_an_older_dict_is_completed_there(op
     classes = UserOptimizers(Tried, {"lr": 1e-2, **options})
     complete = classes.complete({"lr": 1e-2, **options})
     (found,), lines, _ = choose_partitions(classes, [complete], [spec(stepped_on_host=True)], {0: None})
-    assert (devices, lines, found.one_owner, step_device(found)) == ({"cpu"}, [], False, "cpu")
+    assert (devices, lines, found.grain, step_device(found)) == ({"cpu"}, [], BY_ELEMENT, "cpu")
     assert step_device(spec(stepped_on_host=False)) == "cuda:0"
     state = {"step": torch.tensor(3.0), "exp_avg": torch.ones(300, 7), "exp_avg_sq": torch.ones(300, 7)}
     older = {name: value for name, value in complete.items() if name != "decoupled_weight_decay"}

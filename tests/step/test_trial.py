@@ -222,7 +222,7 @@ def test_a_trial_changes_neither_the_random_generator_nor_what_the_user_gave() -
 
 def test_a_class_is_partitioned_by_parameter_where_it_must_be() -> None:
     def whole(optimizer: ZeroOptimizer) -> set[bool]:
-        return {spec.one_owner for spec in parts_of(optimizer).storage.layout.parameters}
+        return {spec.grain.unit == "parameter" for spec in parts_of(optimizer).storage.layout.parameters}
 
     with pytest.warns(UserWarning, match=r'Adafactor is not element-wise .*\(partition="parameter"\)') as said:
         optimizer = ZeroOptimizer(made(), OPT.Adafactor, process_group=solo())

@@ -247,7 +247,7 @@ class Contents:
         """Yield slots of a bucket, a function, and their state. Given the name of a tensor of the state, and the
         tensor, the function returns the first byte that this rank writes; None if it writes nothing of it."""
         bucket = self.buckets[number]
-        if not bucket.specs[0].divided:
+        if not bucket.specs[0].grain.divided:
             yield from ((slots, lambda *_: 0, state) for slots, state in self.own_states(number))
             return
         low, high = self.writers.interval(bucket.spec, self.transport.rank)
@@ -278,7 +278,7 @@ class Contents:
 
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
         elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
-        if bucket.specs[slot].divided:
+        if bucket.specs[slot].grain.divided:
             numel = bucket.states.pieces[bucket.states.pieces_of(slot)[0]].numel
             rules = self.parts.classes.rules_of(bucket.specs[slot])
             state = PieceState(state.elementwise, whole_like(state.scalars, numel, bucket.specs[slot].shape, rules))

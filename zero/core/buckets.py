@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .grain import BY_BLOCK, BY_ELEMENT, WHOLE
 from .layout import (
     BlockCuts,
     BucketSpec,
@@ -47,9 +48,9 @@ def build(
 
     ``first_bytes``: of the bucket that a backward completes first, if it has another size.
 
-    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`, `blocks`, `stack`),
-    class and, without ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the
-    order in which a backward completes them.
+    A bucket is homogeneous in dtypes, device, trainability, what is never cut (`Grain.unit`), class and, without
+    ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
+    backward completes them.
 
     With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
     This is for ranks between which no unit travels: they launch fewer reductions. A bucket of whole parameters is of
@@ -83,9 +84,8 @@ def _buckets(
     complete: list[list[int]] = []
     begun = False  # the bucket that a backward completes first is full
     for position, spec in reversed(list(enumerate(more))):
-        unit = spec.unit if spec.one_owner or not across_units else 0
-        partition = spec.one_owner, spec.blocks, bool(spec.stack)
-        key = (spec.dtypes, spec.device, spec.trainable, unit, partition, spec.optimizer_class)
+        unit = spec.unit if spec.grain == WHOLE or not across_units else 0
+        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.grain.unit, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > (first_bytes if spec.trainable and not begun else bucket_bytes):
             complete.append(filling)
@@ -120,7 +120,7 @@ def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> tuple[dict[int, in
     """Return the owner of each whole parameter, by its position: trainable ones first, which have states. And the bytes
     that each rank then owns, if there are blocks to be shared, too."""
     owned = loads(layout)
-    whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.one_owner]
+    whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.grain == WHOLE]
     among_ranks = range(min(layout.world_size, len(owned) + len(whole)))  # all that own any; the first ones begin
     ranks = [(*owned.get(rank, (0, 0)), rank) for rank in among_ranks]
     heapq.heapify(ranks)
@@ -128,7 +128,7 @@ def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> tuple[dict[int, in
     for trainable in (True, False):
         among = [(position, spec) for position, spec in whole if spec.trainable is trainable]
         owners |= choose_owners([(p, spec.master_bytes, spec.step_work) for p, spec in among], ranks)
-    if not any(spec.stack for spec in more):
+    if not any(spec.grain.stack for spec in more):
         return owners, []
     held = [owned.get(rank, (0, 0))[0] for rank in range(layout.world_size)]
     for nbytes, _, rank in ranks:
@@ -157,12 +157,12 @@ def _bucket(
     spec = members[0][1]
     numel = _bucket_numel(offsets[-1], spec, world_size)
     cuts: Cuts
-    if spec.blocks:
+    if spec.grain == BY_BLOCK:
         cuts = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
-    elif spec.stack:
+    elif spec.grain.stack:
         at = [(offset, each) for (_, each), offset in zip(members, offsets, strict=False)]
         cuts = _block_cuts(at, numel, world_size, held)
-    elif not spec.one_owner:
+    elif spec.grain == BY_ELEMENT:
         cuts = EvenCuts(numel, world_size, spec.dtypes.alignment)
     else:
         begins: dict[int, int] = {}  # by owner, ascending
@@ -199,7 +199,7 @@ def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:
     each, or are cut between blocks, need no such padding.
     """
     align = spec.dtypes.slot_alignment(spec.device)
-    if is_accelerator(spec.device) and not spec.alone:
+    if is_accelerator(spec.device) and not spec.grain.alone:
         align = math.lcm(align, world_size * spec.dtypes.alignment)
     return -(-max(end, 1) // align) * align
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .buckets import loads
+from .grain import WHOLE
 from .layout import BucketSpec, Cuts, Layout, ParameterSpec
 from .runs import CUT, adjoins, in_blocks, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone, step_device
@@ -104,8 +105,8 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces = in_blocks(bucket.pieces(low, high), bucket.slots, [spec.stack for spec in specs])
-    alone = specs[0].alone
+    pieces = in_blocks(bucket.pieces(low, high), bucket.slots, [spec.grain for spec in specs])
+    alone = specs[0].grain.alone
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
@@ -261,8 +262,8 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
 
 def spread_of_owners(layout: Layout, stage: Stage) -> str:
     """Return, as text, how parameters that have one owner each are spread over the ranks."""
-    whole = [(spec.name, spec.master_bytes) for spec in layout.parameters if spec.one_owner]
-    stacks = [spec for spec in layout.parameters if spec.stack]
+    whole = [(spec.name, spec.master_bytes) for spec in layout.parameters if spec.grain == WHOLE]
+    stacks = [spec for spec in layout.parameters if spec.grain.stack]
     if not whole and not stacks:
         return ""
     ranks = layout.world_size
@@ -273,14 +274,15 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     apart = [f"{len(whole)} parameters"] if whole else []
     if stacks:
         others = "others" if whole else "parameters"
-        apart.append(f"{sum(len(spec.stack) for spec in stacks)} blocks of {len(stacks)} {others}")
+        apart.append(f"{sum(len(spec.grain.stack) for spec in stacks)} blocks of {len(stacks)} {others}")
     lines = [
         f"by parameter: {' and '.join(apart)}, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
         f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
         f"{busiest:,} B, with equal shards {even:,}"
     ]
     for spec in stacks:
-        whole.append((f"a block of {spec.name}", max(map(math.prod, spec.stack)) * spec.dtypes.master_dtype.itemsize))
+        most = max(map(math.prod, spec.grain.stack))
+        whole.append((f"a block of {spec.name}", most * spec.dtypes.master_dtype.itemsize))
     large = [(name, nbytes) for name, nbytes in whole if nbytes * ranks > sum(held)]
     if large:
         largest, most = max(large, key=lambda each: each[1])
@@ -328,7 +330,7 @@ def _largest(bucket: BucketSpec, layout: Layout) -> int:
 
 def _may_be_unequal(bucket: BucketSpec, layout: Layout) -> bool:
     """Return whether ranks may own unequal shards of a bucket."""
-    return layout.parameters[bucket.slots[0].parameter].alone or not bucket.on_accelerator
+    return layout.parameters[bucket.slots[0].parameter].grain.alone or not bucket.on_accelerator
 
 
 def formula_traffic(

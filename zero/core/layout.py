@@ -37,7 +37,7 @@ from typing import overload
 
 import torch
 
-CUT_EVERY = 1 << 12  # elements: a multiple of the blocks of 8-bit and 4-bit classes, and the least that they quantize
+from .grain import BY_ELEMENT, CUT_EVERY, Grain
 
 
 class Cuts(Sequence[int]):
@@ -311,11 +311,9 @@ class ParameterSpec:
         group: the number of its param group.
         index: its index in torch.optim's dicts.
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
-        one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
         offloaded, stepped_on_host: whether ranks keep their shards of it in the host's memory, and step them there.
-        blocks: whether it is cut between blocks of elements alone, and each rank's piece is stepped by itself.
-        stack: the shape of each block that the class steps by itself; such a block has one owner. Empty: it has none.
+        grain: where ranks may cut it, and how its class steps a piece.
     """
 
     names: tuple[str, ...]
@@ -327,22 +325,10 @@ class ParameterSpec:
     group: int
     index: int
     unit: int = 0
-    one_owner: bool = False
     optimizer_class: int = 0
     offloaded: bool = False
-    blocks: bool = False
-    stack: tuple[tuple[int, ...], ...] = ()
+    grain: Grain = BY_ELEMENT
     stepped_on_host: bool = False
-
-    @property
-    def divided(self) -> bool:
-        """Whether ranks step parts of it by themselves: pieces between blocks of elements, or the blocks of a stack."""
-        return self.blocks or bool(self.stack)
-
-    @property
-    def alone(self) -> bool:
-        """Whether no run has elements of this parameter and of another one."""
-        return self.one_owner or self.divided
 
     @property
     def name(self) -> str:
@@ -363,21 +349,20 @@ class ParameterSpec:
         return self.dtypes.padded(self.numel, self.device)
 
     def owned_whole(self) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the first element and the shape of all that has one owner: of the parameter, or of each block."""
-        shapes = (self.shape,) if self.one_owner else self.stack
+        """Yield the first element and the shape of all that has one owner: of the parameter, or of each matrix."""
+        shapes = self.grain.owned(self.shape)
         yield from zip(itertools.accumulate(map(math.prod, shapes), initial=0), shapes, strict=False)
 
     @property
     def step_work(self) -> int:
-        """The `step_work` of its shape, or of its blocks; 0 if it is frozen."""
-        return sum(map(step_work, self.stack or [self.shape])) if self.trainable else 0
+        """The `step_work` of its shape, or of its matrices; 0 if it is frozen."""
+        return sum(map(step_work, self.grain.stack or [self.shape])) if self.trainable else 0
 
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
         described = ",".join(map(str, vars(self.dtypes).values()))
         place = f"{device_type(self.device)} {'trainable' if self.trainable else 'frozen'} group {self.group}"
-        place += f" unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
-        place += f" stack {list(self.stack)}" * bool(self.stack)
+        place += f" unit {self.unit}{self.grain}"
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
         return f"{'='.join(self.names) or self.name} {list(self.shape)} stride {list(self.stride)} {described} {place}"
 

@@ -277,7 +277,7 @@ def check_rounded(
     if "block" in requested:
         raise ValueError(conflicts.IN_BITS.text())
     for spec in specs:
-        if spec.stack:
+        if spec.grain.stack:
             raise ValueError(conflicts.BLOCKS.text(name=spec.name))
     for name in with_modes:
         raise ValueError(conflicts.MODES.text(name=name))

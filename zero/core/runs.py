@@ -7,7 +7,6 @@ Knows: pieces, param groups, which parameters have no dimensions, what equal sta
 
 from __future__ import annotations
 
-import bisect
 import copy
 import itertools
 import math
@@ -20,35 +19,34 @@ import torch
 from torch import Tensor
 
 from .bits import row_major_stride
+from .grain import WHOLE, Grain
 from .layout import ParameterSpec, Piece, Slot
 from .parameter_specs import flattened, parts_of
 from .statetree import rebuilt
 
 CUT = 1 << 16
-Stack = tuple[tuple[int, ...], ...]  # the shape of each block, in order; empty: there are none
 
 
-def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], stacks: Sequence[Stack]) -> tuple[Piece, ...]:
-    """Return the pieces, those of stacks block by block. ``stacks``: of each slot."""
-    if not any(stacks):
+def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], grains: Sequence[Grain]) -> tuple[Piece, ...]:
+    """Return the pieces, those of stacks matrix by matrix. ``grains``: of each slot."""
+    if not any(grain.stack for grain in grains):
         return tuple(pieces)
     found = []
     for piece in pieces:
-        begins = (slots[piece.slot].offset + begin for begin in _begins(stacks[piece.slot]))
+        begins = (slots[piece.slot].offset + begin for begin in grains[piece.slot].begins())
         within = [piece.begin, *(begin for begin in begins if piece.begin < begin < piece.end), piece.end]
         found += [Piece(piece.slot, begin, end) for begin, end in itertools.pairwise(within)]
     return tuple(found)
 
 
-def block_shape(stack: Stack, begin: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and the strides of the block of a stack that begins at this element."""
-    shape = stack[bisect.bisect_left(_begins(stack), begin)]
-    return shape, row_major_stride(shape)
+def stepped_shape(spec: ParameterSpec, begin: int, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides in which a class steps ``numel`` elements of a parameter from ``begin`` on.
 
-
-def _begins(stack: Stack) -> list[int]:
-    """Return the first element of each block, and the number of elements of all."""
-    return [*itertools.accumulate(map(math.prod, stack), initial=0)]
+    A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers."""
+    if spec.grain.stack:
+        shape = spec.grain.stack[spec.grain.number(begin)]
+        return shape, row_major_stride(shape)
+    return (spec.shape, spec.stride) if spec.grain == WHOLE or not spec.shape else ((numel,), (1,))
 
 
 def runs(pieces: Sequence[Piece], present: Sequence[int], joins: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
@@ -176,31 +174,31 @@ class StackRule(DivisionRule):
 
     Attributes:
         shape: of the parameter.
-        stack: of each block.
+        grain: of the parameter.
     """
 
     shape: tuple[int, ...]
-    stack: Stack
+    grain: Grain
 
     def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        if all(tuple(value.shape) == block for value, block in zip(values, self.stack, strict=True)):
+        if all(tuple(value.shape) == block for value, block in zip(values, self.grain.stack, strict=True)):
             return torch.cat([value.reshape(-1) for value in values]).view(*shape)
         return torch.stack([*values])
 
     def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
-        block = bisect.bisect_left(_begins(self.stack), begin)
-        return value.reshape(-1)[begin:end].view(self.stack[block]) if self._is_whole(value) else value[block]
+        block = self.grain.number(begin)
+        return value.reshape(-1)[begin:end].view(self.grain.stack[block]) if self._is_whole(value) else value[block]
 
     def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
-        return shape if tuple(value.shape) in self.stack else (len(self.stack), *value.shape)
+        return shape if tuple(value.shape) in self.grain.stack else (len(self.grain.stack), *value.shape)
 
     def fits(self, value: Tensor, numel: int) -> bool:
-        return self._is_whole(value) or (value.dim() > 0 and len(value) == len(self.stack))
+        return self._is_whole(value) or (value.dim() > 0 and len(value) == len(self.grain.stack))
 
     def before(self, value: Tensor, first: int) -> int:
-        if tuple(value.shape) in self.stack:
+        if tuple(value.shape) in self.grain.stack:
             return first
-        return bisect.bisect_left(_begins(self.stack), first) * value.numel()
+        return self.grain.number(first) * value.numel()
 
     def _is_whole(self, value: Tensor) -> bool:
         return tuple(value.shape) == self.shape
@@ -338,5 +336,5 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     return (
         name in elementwise.get(spec.optimizer_class, ())
         and value is not None
-        and (not spec.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
+        and (not spec.grain.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
     )

@@ -21,6 +21,7 @@ import torch
 
 from ..core.buckets import build
 from ..core.formulas import BucketBytes, KeptStates, bucket_bytes, formula_traffic, peak_bounds
+from ..core.grain import BY_BLOCK, BY_ELEMENT, WHOLE
 from ..core.layout import BlockCuts, BucketSpec, Layout, OwnerCuts, ParameterSpec, is_accelerator
 from ..core.rounding import WIDE, RoundedDtypes, rounded
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
@@ -129,7 +130,9 @@ class MemoryPlan:
             zip(self.model.parameters, self.model.dtypes(cast(Rule, setting.mixed_precision)), strict=True)
         ):
             of_muon = len(setting.classes) > 1 and shape.is_unit_matrix
-            blocks = quantized is not None and quantized.is_cut(shape.numel)
+            grain = WHOLE if of_muon or quantized is not None else BY_ELEMENT
+            if quantized is not None and quantized.is_cut(shape.numel):
+                grain = BY_BLOCK
             specs.append(
                 ParameterSpec(
                     shape.names,
@@ -141,9 +144,8 @@ class MemoryPlan:
                     shape.group,
                     index,
                     unit=shape.unit if setting.has_units else ROOT,
-                    one_owner=of_muon if quantized is None else not blocks,
                     optimizer_class=int(of_muon),
-                    blocks=blocks,
+                    grain=grain,
                     offloaded=setting.offloads_parameters,
                     stepped_on_host=setting.steps_on_host,
                 )

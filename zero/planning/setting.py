@@ -18,7 +18,7 @@ from collectives import algorithm_for
 from ..config import ShardingOptions
 from ..core.buckets import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.conflicts import OF_PLAN, check
-from ..core.layout import CUT_EVERY
+from ..core.grain import CUT_EVERY
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import ROOT, UnitSchedule
 from ..precision import PRECISIONS, MixedPrecision, Patterns, PrecisionName

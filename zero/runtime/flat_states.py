@@ -9,9 +9,8 @@ elements of a parameter stay the last ones of a tensor: the class then does the 
 themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
-Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape; where they are
-cut between blocks (`blocks`), it is one piece; of a `stack`, it is one block, in its shape. The class may then keep
-states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
+Where pieces are stepped by themselves (`Grain.alone`), a run is one piece, in the shape that its grain says. The class
+may then keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
 
 Master weights of mixed precision: wide weights for the update, beside the narrow parameters of the model.
 
@@ -47,13 +46,13 @@ from ..core.runs import (
     CUT,
     PieceState,
     adjoins,
-    block_shape,
     copied_states,
     in_blocks,
     is_elementwise,
     may_lie_flat,
     parts,
     runs,
+    stepped_shape,
     tensors_in,
     with_tensors,
 )
@@ -363,7 +362,6 @@ def _follow_by_operators(all_masters: Tensor, all_params: Tensor) -> None:
 
 Options = dict[str, Any]
 _AROUND = (bisect.bisect_left, bisect.bisect_right)
-Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
 @dataclass
@@ -408,13 +406,13 @@ class BucketStates:
         """
         self._store, self._wide, self.instance = store, wide, instance
         self._specs = specs
-        self.alone = any(spec.alone for spec in specs)  # all of them
+        self.alone = any(spec.grain.alone for spec in specs)  # all of them
         self.scalars = [spec.shape == () for spec in specs]
         self._cut = CUT if step_device(bucket) == "cpu" and not self.alone else None
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self.master, self._placement = master or Parameters(parameters.data), parameters.placement
-        stacks = [spec.stack for spec in specs]
-        self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, stacks)
+        grains = [spec.grain for spec in specs]
+        self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, grains)
         self.groups = [specs[piece.slot].group for piece in self.pieces]
         self.flat: dict[str, FlatBuffer] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
@@ -468,20 +466,12 @@ class BucketStates:
         equal = state is None if before is None else before.same(state)
         return adjoins(self.pieces, self.groups, self.scalars, index) and equal
 
-    def _shape(self, index: int, numel: int) -> Shape:
-        """Return the shape of a run that begins with a piece, and its strides.
-
-        A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers."""
-        spec, slot = self._specs[self.pieces[index].slot], self.bucket.slots[self.pieces[index].slot]
-        if spec.stack:
-            return block_shape(spec.stack, self.pieces[index].begin - slot.offset)
-        return (spec.shape, spec.stride) if spec.one_owner or not spec.shape else ((numel,), (1,))
-
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
-        weights, state = self.weights, self._states[first]
+        weights, state, piece = self.weights, self._states[first], self.pieces[first]
+        spec, at = self._specs[piece.slot], piece.begin - self.bucket.slots[piece.slot].offset
         for low, high in parts(begin, end, self._cut if cut else None):
-            parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
+            parameter = strided(weights.detach(), low, *stepped_shape(spec, at, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}

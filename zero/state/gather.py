@@ -150,7 +150,7 @@ def gather(
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
                     values: dict[str, Any] = dict(slots[number][0].scalars)
-                    if of.divided:
+                    if of.grain.divided:
                         values = joined([piece.scalars for piece in slots[number]], of.shape, rules(of))
                     for name in slots[number][0].elementwise:
                         values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()

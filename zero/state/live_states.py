@@ -95,7 +95,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
             piece = Piece(slot, states.pieces[numbers[0]].begin, states.pieces[numbers[-1]].end)
             for name in of_pieces[0].scalars:
                 values = [state.scalars[name] for state in of_pieces]
-                found[name] = values if spec.stack else values[0]
+                found[name] = values if spec.grain.stack else values[0]
             for name in of_pieces[0].elementwise:
                 flat = states.flat[name].piece(piece)
                 whole = piece.numel == bucket.spec.slots[slot].numel

@@ -20,6 +20,7 @@ from collectives import Kind, Tag, Transport
 from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..core.bits import copied, in_stride_order
+from ..core.grain import WHOLE
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import MASTERS, known_as, remark_on_prefix
 from ..core.rounding import STEPS
@@ -393,15 +394,15 @@ def _check(
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 spec, shape = by_index[index], by_index[index].shape
-                if value is None or spec.one_owner:  # a whole parameter may have states of any shape
+                if value is None or spec.grain == WHOLE:  # a whole parameter may have states of any shape
                     continue
                 large = name in elementwise.get(spec.optimizer_class, ())
-                if spec.divided and (found := misfit({name: value}, spec.numel, rules(spec))):
+                if spec.grain.divided and (found := misfit({name: value}, spec.numel, rules(spec))):
                     of = f"elements than {spec.numel:,}"
-                    if spec.stack:
+                    if spec.grain.stack:
                         of = (
-                            f"blocks than {len(spec.stack)}: the dict is that of other blocks=, or of none. Build the "
-                            "optimizer with the same, or load the parameters alone"
+                            f"blocks than {len(spec.grain.stack)}: the dict is that of other blocks=, or of none. "
+                            "Build the optimizer with the same, or load the parameters alone"
                         )
                     raise ValueError(f"state {found!r} of {spec.name!r} is that of another number of {of}")
                 if large and tuple(value.shape) != shape:
@@ -409,7 +410,7 @@ def _check(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
                         f"but the parameter has {shape}: it belongs to another model"
                     )
-                if not (large or spec.divided) and isinstance(value, Tensor) and value.numel() != 1:
+                if not (large or spec.grain.divided) and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
 
@@ -447,8 +448,8 @@ def scatter(
             names = []
             for name, value in values.items():
                 large = lies_flat(name, value, spec, elementwise)
-                if not large or (spec.alone and tuple(value.stride()) != spec.stride):
-                    if spec.divided:
+                if not large or (spec.grain.alone and tuple(value.stride()) != spec.stride):
+                    if spec.grain.divided:
                         place = piece.begin - slot.offset, piece.end - slot.offset
                         value = part_of({name: value}, *place, spec.numel, rules(spec))[name]
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ..core.bits import row_major_stride
-from ..core.layout import CUT_EVERY, ParameterSpec
+from ..core.grain import BY_BLOCK, CUT_EVERY, WHOLE
+from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, joined, merged, part_of
 from ..core.stage import step_device
@@ -131,7 +132,7 @@ def _form(
 class ByBlocks(ByParameter):
     """Steps over pieces, each by itself, as of ranks with ``partition="block"``. ``rules``: how states are divided."""
 
-    whole, blocks, copies = False, True, 1
+    grain, copies = BY_BLOCK, 1
     parts, full = "pieces", "the whole"
     other_bits = "stepping pieces of a parameter of shape {} gave different bits than stepping it whole"
 
@@ -195,10 +196,12 @@ class ByBlocks(ByParameter):
 # -- stacks ------------------------------------------------------------------------------------------------------------
 
 
-def blocks_of(spec: ParameterSpec) -> list[ParameterSpec]:
-    """Return the blocks of a stack as parameters, one of each shape."""
-    shapes = dict.fromkeys(spec.stack)
-    return [replace(spec, shape=shape, stride=row_major_stride(shape), stack=()) for shape in shapes]
+def matrices_of(spec: ParameterSpec) -> list[ParameterSpec]:
+    """Return the matrices of a stack as parameters, one of each shape; of another parameter the parameter itself."""
+    if not spec.grain.stack:
+        return [spec]
+    shapes = dict.fromkeys(spec.grain.stack)
+    return [replace(spec, shape=shape, stride=row_major_stride(shape), grain=WHOLE) for shape in shapes]
 
 
 def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec]) -> frozenset[str]:
@@ -208,9 +211,9 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
     Raises `ValueError` if the states of the blocks of one parameter cannot be those of the parameter.
     """
     found: set[str] = set()
-    for spec in {(spec.group, spec.dtypes, step_device(spec), spec.stack): spec for spec in stacks}.values():
-        sizes = iter(shortened(sum(spec.stack, ())))  # of all blocks together, so that other sizes stay other ones
-        short = {block: tuple(next(sizes) for _ in block) for block in spec.stack}
+    for spec in {(spec.group, spec.dtypes, step_device(spec), spec.grain.stack): spec for spec in stacks}.values():
+        sizes = iter(shortened(sum(spec.grain.stack, ())))  # of all together: other sizes stay other ones
+        short = {block: tuple(next(sizes) for _ in block) for block in spec.grain.stack}
         large = {block: shape for block in short for shape in large_shapes([block])}
         shapes = [*dict.fromkeys((*short.values(), *large.values()))]
         options, (setting,) = distinct(inner.defaults, groups, [spec])
@@ -243,7 +246,7 @@ def _why_apart(values: Sequence[Any], by_shape: Mapping[tuple[int, ...], Any], s
         return f"a {type(odd).__name__} that is no plain, row-major tensor"
     if len({None if value.shape == shape else value.shape for shape, value in by_shape.items()}) > 1:
         return "of another shape each"  # or as large as some of the blocks alone
-    rows = len(spec.stack) == spec.shape[0] and spec.stack[0] == (1, *spec.shape[1:])
+    rows = len(spec.grain.stack) == spec.shape[0] and spec.grain.stack[0] == (1, *spec.shape[1:])
     if rows and any(value.shape == shape[1:] for shape, value in by_shape.items()):  # as those as large as a block have
         return "which together have the parameter's shape"
     return None

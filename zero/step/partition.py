@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ..core.conflicts import CUT_BLOCKS
+from ..core.grain import BY_BLOCK, BY_ELEMENT, WHOLE, Shapes
 from ..core.layout import ParameterSpec
-from ..core.runs import Stack
 from ..core.stage import step_device
 from ..runtime.flat_states import Options
-from .block_trial import blocks_of, cut_in_blocks, own_states
+from .block_trial import cut_in_blocks, matrices_of, own_states
 from .classes import UserOptimizers
 from .throwaway import ClassFailedError, FullParameters
 from .trial import ByElement, ByParameter, Trial, distinct, random_state_kept
@@ -53,8 +53,7 @@ def choose_partitions(
         ValueError: no partition, or not the one that was asked for, gives a class's own bits.
     """
     names: dict[int, frozenset[str]] = {}
-    found: dict[int, tuple[int, bool]] = {}  # class of each new group, and whether it is partitioned by elements
-    in_blocks: set[int] = set()  # indices of the parameters that are cut between blocks
+    found: dict[int, ParameterSpec] = {}  # by their indices
     lines = []
     for number, inner in user_optimizers.used():
         mine = {group: name for group, name in requested.items() if user_optimizers.number(group) == number}
@@ -75,19 +74,13 @@ def choose_partitions(
             cut, more = cut_in_blocks(inner, groups, asked)
             whole = [s for s in members if s.group in by_parameter and s not in cut]
             names[number] |= more | _check_whole(inner, groups, whole)
-        in_blocks |= {spec.index for spec in cut}
-        found |= {group: (number, group in by_parameter) for group in mine}
-    chosen = [found[spec.group] for spec in parameters]
-    described = [
-        replace(
-            spec,
-            optimizer_class=number,
-            one_owner=by_parameter and spec.index not in in_blocks and not spec.stack,
-            blocks=spec.index in in_blocks,
-        )
-        for spec, (number, by_parameter) in zip(parameters, chosen, strict=True)
-    ]
-    return described, lines, names
+        in_blocks = {spec.index for spec in cut}
+        for spec in members:
+            grain = spec.grain
+            if spec.group in by_parameter and not grain.stack:
+                grain = BY_BLOCK if spec.index in in_blocks else WHOLE
+            found[spec.index] = replace(spec, optimizer_class=number, grain=grain)
+    return [found[spec.index] for spec in parameters], lines, names
 
 
 def check_partitions(requested: Mapping[int, Any], blocks: Mapping[int, Any]) -> dict[int, str | None]:
@@ -104,7 +97,7 @@ def check_partitions(requested: Mapping[int, Any], blocks: Mapping[int, Any]) ->
     return {number: name if blocks[number] is None else "parameter" for number, name in requested.items()}
 
 
-def stack_of(spec: ParameterSpec, blocks: Any) -> Stack:
+def stack_of(spec: ParameterSpec, blocks: Any) -> Shapes:
     """Return the shapes of a parameter's blocks.
 
     Args:
@@ -156,7 +149,7 @@ def check_classes(
     for number in sorted({spec.optimizer_class for spec in parameters}):
         inner, mine = user_optimizers[number], [spec for spec in parameters if spec.optimizer_class == number]
         with _explaining_loops(inner, groups, mine):
-            blocks = [spec for spec in mine if spec.blocks]
+            blocks = [spec for spec in mine if spec.grain == BY_BLOCK]
             cut, more = cut_in_blocks(inner, groups, blocks)
             if len(cut) < len(blocks):
                 lost = next(spec for spec in blocks if spec not in cut)
@@ -164,8 +157,8 @@ def check_classes(
             found[number] = (
                 inner.elementwise
                 | more
-                | _check(ByElement, inner, groups, [spec for spec in mine if not spec.alone])
-                | _check_whole(inner, groups, [spec for spec in mine if spec.one_owner or spec.stack])
+                | _check(ByElement, inner, groups, [spec for spec in mine if spec.grain == BY_ELEMENT])
+                | _check_whole(inner, groups, [spec for spec in mine if spec.grain.owned(spec.shape)])
             )
     return found
 
@@ -230,9 +223,8 @@ def _check_whole(
 ) -> frozenset[str]:
     """Try a class as `_check` does, on parameters that have one owner, or whose blocks have. Notes of which states each
     block has its own."""
-    stacks = [spec for spec in parameters if spec.stack]
-    whole = [each for spec in parameters for each in (blocks_of(spec) if spec.stack else [spec])]
-    names = _check(ByParameter, inner, groups, whole)
+    stacks = [spec for spec in parameters if spec.grain.stack]
+    names = _check(ByParameter, inner, groups, [part for spec in parameters for part in matrices_of(spec)])
     if stacks:
         inner.note_per_block(own_states(inner, groups, stacks))
     return names

@@ -14,14 +14,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..core.layout import CUT_EVERY, BucketSpec, Dtypes, EvenCuts, ParameterSpec, Slot
+from ..core.grain import BY_BLOCK, CUT_EVERY, Grain
+from ..core.layout import BucketSpec, Dtypes, EvenCuts, ParameterSpec, Slot
 from ..core.runs import is_elementwise
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
@@ -173,19 +174,17 @@ class OnRank:
         options: Sequence[Options],
         whole: FullParameters,
         names: frozenset[str],
-        half: int | None = None,
-        *,
-        blocks: bool = False,
+        grain: Grain,
+        half: int | None,
     ) -> None:
         """Lay out buckets with the present values.
 
-        ``names``: the states that are as large as the parameter. ``half``: 0 or 1, which half of each parameter the
-        rank has in its buckets; None: it owns each parameter, which has a bucket of its own. ``blocks``: whether it
-        steps each piece by itself, and halves end where blocks do.
+        ``names``: the states that are as large as the parameter. ``grain``: of the parameters. ``half``: 0 or 1, which
+        half of each the rank has in its buckets; None: it owns each parameter, which has a bucket of its own.
         """
         self._inner = inner.another()
         self._inner.note_elementwise(names)
-        self._whole, self._half, self._blocks = whole, half, blocks
+        self._whole, self._half, self._grain = whole, half, grain
         self.groups = [copy.deepcopy(group) for group in options]
         self.pieces: list[TrialPiece] = []
         self._states: list[BucketStates] = []
@@ -203,9 +202,8 @@ class OnRank:
         """Lay out a bucket of these parameters."""
         parameters, slots, begins, size = self._whole.parameters, list[Slot](), list[int](), 0
         for number in numbers:
-            begin, end = _bounds(
-                parameters[number].numel(), CUT_EVERY if self._blocks else dtypes.alignment, self._half
-            )
+            align = CUT_EVERY if self._grain == BY_BLOCK else dtypes.alignment
+            begin, end = _bounds(parameters[number].numel(), align, self._half)
             if begin < end or self._half is None:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
@@ -230,8 +228,8 @@ class OnRank:
 
     def _spec_of(self, number: int, dtypes: Dtypes, device: str) -> ParameterSpec:
         parameter, group = self._whole.parameters[number], self._whole.settings[number].options
-        spec = ParameterSpec((), tuple(parameter.shape), parameter.stride(), dtypes, device, True, group, number)
-        return replace(spec, one_owner=self._half is None, blocks=self._blocks)
+        shape, stride = tuple(parameter.shape), parameter.stride()
+        return ParameterSpec((), shape, stride, dtypes, device, True, group, number, grain=self._grain)
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
         """Step all pieces once.

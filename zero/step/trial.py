@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ..core.grain import BY_ELEMENT, WHOLE, Grain
 from ..core.layout import Dtypes, ParameterSpec
 from ..core.runs import is_elementwise
 from ..core.stage import step_device
@@ -103,10 +104,9 @@ COPIES = 2  # throw-away parameters of each shape: a class may look at others of
 
 
 class Trial:
-    """A trial of one class, in one partition. The partitions are its subclasses."""
+    """A trial of one class with parameters of one grain. The grains are its subclasses."""
 
-    whole: ClassVar[bool]  # whether a rank steps each parameter by itself, in its shape
-    blocks: ClassVar[bool] = False  # whether a rank steps each piece by itself, and pieces end where blocks do
+    grain: ClassVar[Grain]
     copies: ClassVar[int] = 1  # throw-away parameters of each shape
     every: ClassVar[int] = 1  # steps from one comparison of the parameters to the next
     parts: ClassVar[str]  # words for what a rank steps, and for what the class steps in a plain loop
@@ -201,15 +201,15 @@ class Trial:
         """
         whole = FullParameters(inner, options, [each for each in self._placed for _ in range(self.copies)])
         with self._refusing(f"it refuses {self.parts}"):
-            names = whole.names(of_every_shape=self.whole)
-            halves = (None,) if self.whole else (0, 1)
-            ranks = [OnRank(inner, options, whole, names, half, blocks=self.blocks) for half in halves]
+            names = whole.names(of_every_shape=self.grain == WHOLE)
+            halves = (None,) if self.grain == WHOLE else (0, 1)
+            ranks = [OnRank(inner, options, whole, names, self.grain, half) for half in halves]
         for step in range(steps):
             gradients = whole.gradients(step)
             whole.step(gradients)
             if step == 0:
                 self.check_states(whole)
-            names = whole.names(of_every_shape=self.whole)
+            names = whole.names(of_every_shape=self.grain == WHOLE)
             for rank in ranks:
                 with self._refusing(f"a step over {self.parts} failed"):
                     rank.step(gradients, names)
@@ -221,7 +221,7 @@ class Trial:
         self.compare_states(whole, ranks, names)
         for rank in ranks:
             self._compare_options(whole, rank)
-            if self.whole or self.blocks:
+            if self.grain.alone:
                 with self._refusing(
                     f"a step over no parameter failed, as a rank takes that owns none{whole.odd_key()}"
                 ):
@@ -239,7 +239,7 @@ class Trial:
                 with self._refusing(f"{mode}() over {self.parts} failed"):
                     rank.call(methodcaller(mode))
                 self._compare_values(whole, rank, f"after {mode}()")
-            names |= whole.names(of_every_shape=self.whole)
+            names |= whole.names(of_every_shape=self.grain == WHOLE)
         return names
 
     def _compare_values(self, whole: FullParameters, rank: OnRank, when: str) -> None:
@@ -265,7 +265,7 @@ class Trial:
         """
         for on_rank, piece in ((rank, piece) for rank in ranks for piece in rank.pieces):
             state, other = whole.state(piece.parameter), on_rank.state(piece)
-            for name in sorted(state.keys() | other.keys() if self.whole else state.keys() - large):
+            for name in sorted(state.keys() | other.keys() if self.grain == WHOLE else state.keys() - large):
                 if not same(state.get(name), other.get(name)):
                     raise self.refusal(f"its state {name!r} got another value for {self.parts} than for {self.full}")
 
@@ -305,7 +305,7 @@ class ByElement(Trial):
     otherwise than in the other.
     """
 
-    whole = False
+    grain = BY_ELEMENT
     every = 3
     parts, full = "shards", "full parameters"
     other_bits = "stepping shards of a parameter of shape {} gave different bits than stepping it whole"
@@ -352,7 +352,7 @@ class ByParameter(Trial):
     together by the class, and each alone.
     """
 
-    whole = True
+    grain = WHOLE
     copies = COPIES
     parts, full = "one parameter", "several"
     other_bits = "stepping a parameter of shape {} alone gave different bits than stepping it with others"

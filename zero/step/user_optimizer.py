@@ -26,6 +26,7 @@ from torch import Tensor
 from collectives.torch_internals import foreach_copy_
 
 from ..core.bits import is_launched
+from ..core.grain import BY_BLOCK
 from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.rounding import steps_of
 from ..core.runs import BlockRule, Rules, StackRule, merged
@@ -154,9 +155,9 @@ class UserOptimizer:
 
     def rules_of(self, spec: ParameterSpec) -> Rules:
         """Return how the states of a parameter are divided; empty unless it is itself."""
-        if spec.stack:
-            return dict.fromkeys(self.elementwise | self._per_block, StackRule(spec.shape, spec.stack))
-        return self._rules if spec.blocks else {}
+        if spec.grain.stack:
+            return dict.fromkeys(self.elementwise | self._per_block, StackRule(spec.shape, spec.grain))
+        return self._rules if spec.grain == BY_BLOCK else {}
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.

@@ -216,7 +216,7 @@ class Fit:
         if name in self._inner.get(stored.name, ()):
             return False
         entry, widest = saved[1], self.widest(stored)[1]
-        if spec.alone and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
+        if spec.grain.alone and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
             return False
         return lies_flat(name, self._without_values(stored.name, entry), spec, self.elementwise)
 
@@ -412,7 +412,7 @@ class Fit:
             why = None
             if name in rules and not rules[name].fits(torch.empty(entry.shape, device="meta"), spec.numel):
                 why = f"its state {name!r} has {entry.numel} values in the checkpoint, and another number here"
-            elif saved in ((), spec.stack):
+            elif saved in ((), spec.grain.stack):
                 continue
             elif name not in large if entry.shape == spec.shape else entry.shape[:1] == (len(saved),):
                 why = f"in the checkpoint its state {name!r} has a value for each block of blocks={blocks!r}"
@@ -679,7 +679,7 @@ class Loader:
             if now != before:
                 before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
             state = shared
-            if shared is not None and bucket.specs[piece.slot].divided:
+            if shared is not None and bucket.specs[piece.slot].grain.divided:
                 state, before = self._part_of(shared, piece, bucket), None
             states.set_state(index, state)
 

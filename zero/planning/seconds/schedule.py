@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 
 from ...core.buckets import loads
 from ...core.conflicts import OF_SECONDS, check
+from ...core.grain import WHOLE
 from ...core.layout import Dtypes, EvenCuts, Layout
 from ...core.stage import GATHERS_IN_FLIGHT, buckets_in_flight, sums_under_way
 from ..setting import OPTIMIZERS, OptimizerStates, PlanSetting
@@ -219,7 +220,7 @@ def bucket_loads(
         spec, kept = layout.parameters[first], classes[layout.parameters[first].optimizer_class]
         longest = EvenCuts(bucket.numel, layout.world_size, bucket.dtypes.alignment).largest()
         even, owned, work = bucket.numel, float(longest), 0
-        if spec.one_owner:  # a rank has the work of the one that has most in the whole step
+        if spec.grain == WHOLE:  # a rank has the work of the one that has most in the whole step
             longest = bucket.cuts.largest()
             even, owned = max(even, layout.world_size * longest), bucket.numel * busiest
             if kept.orthogonalizes:
