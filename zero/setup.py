@@ -297,15 +297,17 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
 
 
 class _NewStates:
-    """Makes the states of the buckets of a layout from ``first`` on. ``homes``: the host's memory of gradients' sums.
+    """Makes the states of the buckets of a layout from ``first`` on. ``homes``: of the sums of gradients, if these lie
+    in the host's memory.
 
-    With offload this is collective: it is an error on every rank if one rank has no room.
+    With offload this is collective: it is an error on every rank if one rank has no room. For parameters that are
+    frozen now no room is reserved.
     """
 
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
         self._parts, self._groups, self._layout, self._later = parts, all_groups, layout, first > 0
         self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
-        self.homes: dict[int, Tensor] = {}  # bucket -> memory for the sum of its gradients, if that is offloaded
+        self.homes: dict[int, Callable[[], Tensor]] = {}  # bucket -> makes the home of the sum of its gradients
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
         offloads = parts.offload_backend is not None
         self._step_groups = step_groups(layout, first, parts.stage, offloads=offloads)
@@ -315,7 +317,7 @@ class _NewStates:
 
     def keep(self, bucket: BucketSpec, whole: Tensor) -> None:
         """Keep this rank's interval of a bucket's values, before they are cast, as its master weights."""
-        if self._layout.members(bucket)[0].trainable:  # frozen ones may never be updated
+        if self._is_trained(bucket):
             begin, end = self._interval(bucket)
             mine, empty = whole[begin:end], self._room_for_masters(bucket)
             self._masters[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
@@ -351,15 +353,18 @@ class _NewStates:
         problem: Exception | None = None
         names = {bucket.index: self._names(bucket) for bucket in buckets}
         widths = {bucket.index: end - begin for bucket in buckets for begin, end in [self._interval(bucket)]}
+        sums = [bucket for bucket in buckets if bucket.offloaded and self._is_trained(bucket)]
         wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
-        wanted += [(widths[b.index], b.dtypes.accumulate_dtype) for b in buckets if b.offloaded]
+        wanted += [(widths[bucket.index], bucket.dtypes.accumulate_dtype) for bucket in sums]
         try:
             backend.reserve(wanted)
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self._parts.transport, [], problem)
         for bucket in (b for b in buckets if b.offloaded):
-            self.homes[bucket.index] = backend.empty(widths[bucket.index], bucket.dtypes.accumulate_dtype)
+            self.homes[bucket.index] = partial(backend.empty, widths[bucket.index], bucket.dtypes.accumulate_dtype)
+        for bucket in sums:
+            self.homes[bucket.index] = partial(_itself, self.homes[bucket.index]())
         for bucket in buckets:
             self._stores[bucket.index] = OffloadedStates(
                 backend,
@@ -372,12 +377,18 @@ class _NewStates:
                 stepped_in_place=bucket.stepped_on_host,
             )
 
+    def _is_trained(self, bucket: BucketSpec) -> bool:
+        """Return whether its parameters require gradients now. Frozen ones may never be updated."""
+        return self._layout.members(bucket)[0].trainable
+
     def _interval(self, bucket: BucketSpec) -> tuple[int, int]:
         """Return the interval of a bucket that this rank updates."""
         return self._parts.stage.update_interval(bucket, self._parts.shard_group.rank)
 
     def _names(self, bucket: BucketSpec) -> list[str]:
-        """Return the names of the tensors that are kept for a bucket."""
+        """Return the names of the tensors that are kept for a bucket: none for one that may never be updated."""
+        if not self._is_trained(bucket):
+            return []
         inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
         masters = bucket.dtypes.has_master and not (bucket.on_accelerator or bucket.offloaded)
         return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
@@ -390,6 +401,10 @@ class _NewStates:
         if bucket.index not in self._stores or bucket.on_accelerator or bucket.offloaded:
             return None
         return partial(self._stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def error_of(call: Callable[[], object]) -> Exception | None:

@@ -245,6 +245,45 @@ def test_between_steps_no_gradient_and_no_scratch_takes_memory(world_size: int, 
         assert [2 * each for each in found] == held(solo(), 0, 3.0)
 
 
+@pytest.mark.parametrize("kept", [{}, {"parameters": "cpu"}])
+@pytest.mark.usefixtures("copied_from_the_host")
+def test_no_room_is_reserved_for_states_and_sums_of_what_is_frozen(
+    kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of the base of an adapter. If it is trained after all, its states get room then."""
+    reserved = list[int]()
+    reserve = HostOffload.reserve
+
+    def noting(self: HostOffload, wanted: Any) -> None:
+        listed = [*wanted]
+        reserved.append(sum(numel for numel, _ in listed))
+        reserve(self, listed)
+
+    def frozen() -> Any:
+        model = build()
+        model.first.weight.requires_grad_(False)
+        return model
+
+    def loop(side: Side) -> None:
+        take_step(side, 0)
+        if isinstance(side, OnRank):
+            found = side.optimizer.describe().buckets
+            trained = sum(bucket.bounds[-1] for bucket in found if bucket.trainable)
+            weights = [sum(bucket.bounds[-1] for bucket in found)] if kept else []
+            assert reserved == [(3 if kept else 2) * trained, *weights]
+            assert trained < sum(bucket.bounds[-1] for bucket in found)
+        side.model.first.weight.requires_grad_(True)
+        for step in (1, 2):
+            take_step(side, step)
+        if isinstance(side, OnRank):
+            described = side.optimizer.describe()
+            assert sum(bucket.optimizer_bytes for bucket in described.buckets) == described.bytes["optimizer"]
+
+    monkeypatch.setattr(HostOffload, "reserve", noting)
+    settings = {"stage": 3, "bucket_cap_mb": 0.0005, "offload": Offload("cpu", **kept)}
+    same_as_plain(loop, frozen, torch.optim.AdamW, 1, lr=0.1, settings=settings)
+
+
 def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
     host = HostOffload(CPU)

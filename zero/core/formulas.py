@@ -63,8 +63,6 @@ def bucket_bytes(
     stage: Stage,
     rank: int,
     states: KeptStates,
-    *,
-    states_on_disk: bool = False,
 ) -> BucketBytes:
     """Return the bytes of a bucket on one rank after a step, exactly, padding included.
 
@@ -76,7 +74,6 @@ def bucket_bytes(
         stage: the row of the stage table.
         rank: its number among the ranks that share a copy.
         states: what the rank keeps for the bucket.
-        states_on_disk: whether states are in a file, in which no tensor is empty.
     """
     dtypes, trainable = bucket.dtypes, specs[0].trainable
     begin, end = bucket.owned(rank)
@@ -84,8 +81,6 @@ def bucket_bytes(
     held = bucket.numel if stage.parameters is Placement.WHOLE else end - begin
     if stage.parameters is Placement.SHARD and keeps_masters_alone(bucket, trainable=trainable):
         held = 0
-    updated = max(high - low, int(states_on_disk))
-    in_place = high - low if bucket.on_accelerator else updated  # an accelerator keeps its masters
     gradients = 0
     if trainable and stage.contributes_in_place(dtypes):
         gradients = bucket.numel * dtypes.itemsize("reduce_dtype")
@@ -97,9 +92,9 @@ def bucket_bytes(
     return BucketBytes(
         parameters=held * dtypes.itemsize("param_dtype"),
         gradients=gradients,
-        states=updated * states.element_bytes,
+        states=(high - low) * states.element_bytes,
         scalars=states.scalar_bytes and states.scalar_bytes * _count_runs(bucket, specs, low, high, states),
-        masters=in_place * dtypes.itemsize("master_dtype") if states.has_masters else 0,
+        masters=(high - low) * dtypes.itemsize("master_dtype") if states.has_masters else 0,
     )
 
 
@@ -134,7 +129,6 @@ def formula_bytes(
     *,
     schedule: UnitSchedule = ONE_AHEAD,
     shards_are_exposed: bool = False,
-    states_on_disk: bool = False,
     host_ranks: int = 0,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
@@ -146,7 +140,6 @@ def formula_bytes(
         states: returns what the rank keeps for a bucket of ``layout``.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: see `peak_bounds`, as for ``schedule``, ``shards_are_exposed`` and ``host_ranks``.
-        states_on_disk: see `bucket_bytes`.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for which in (layout,) if unlisted is None else (layout, unlisted):
@@ -157,7 +150,6 @@ def formula_bytes(
                 stage,
                 rank,
                 states(bucket) if which is layout else KeptStates(),
-                states_on_disk=states_on_disk,
             )
             found["parameters"] += here.parameters
             if which is layout:

@@ -222,7 +222,7 @@ class MemoryPlan:
         trainable = members[0].trainable
         stepped = [member.used and trainable for member in members]
         low, high = stage.update_interval(bucket, place)
-        pieces, on_disk = bucket.pieces(low, high), setting.states_on == "disk"
+        pieces = bucket.pieces(low, high)
         updated = [piece for piece in pieces if stepped[piece.slot]]
         bits = states.quantized
         flat = [piece for piece in updated if bits is None or not bits.fits(members[piece.slot].numel)]
@@ -240,10 +240,9 @@ class MemoryPlan:
                 stepped,
                 () if setting.fused else {member.group for member in members},
             ),
-            states_on_disk=on_disk,
         )
-        masters_move = on_disk and not bucket.on_accelerator
-        room = max(high - low, int(on_disk)) * itemsize  # of a tensor that is reserved
+        masters_move = setting.states_on == "disk" and not bucket.on_accelerator
+        room = (high - low) * itemsize if trainable or states.at_construction else 0  # of a tensor that is kept there
         offloaded = states.tensors * room if setting.offload else 0
         offloaded += room if masters_move and bucket.dtypes.has_master else 0
         kept, wide = found.gradients + found.parameters, 0

@@ -45,12 +45,14 @@ class GradAccumulator:
         stage: Stage,
         shard_group: Transport,
         streams: Streams,
-        home: Tensor | None = None,
+        home: Callable[[], Tensor] | None = None,
     ) -> None:
         """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that
         own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied;
-        ``home``: the host's memory for the sum, where it lies between reductions; None: it stays on the device."""
-        self.bucket, self._streams, self._home = bucket, streams, home
+        ``home``: returns the host's memory for the sum, where it lies between reductions; None: it stays on the device.
+        """
+        self.bucket, self._streams, self._make_home = bucket, streams, home
+        self._home = home() if home is not None and specs[0].trainable else None  # else when there is a sum
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
@@ -231,7 +233,7 @@ class GradAccumulator:
             self._local = narrow
         before = self.running_sum()
         start = None if before is None else before.data.to(self.bucket.device, non_blocking=True)
-        if self._home is not None and before is not None:  # else it may be the contribution of a single rank
+        if self._make_home is not None and before is not None:  # else it may be the contribution of a single rank
             self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
         return WaitedInStages(work, self._passing, self._passed_on, self._waiting, partial(self._reduced, then))
@@ -242,10 +244,11 @@ class GradAccumulator:
 
     def _reduced(self, then: Callable[[], None]) -> None:
         """Note that the reduction of the contribution is complete."""
-        if self._home is not None:  # `wait_for_host` follows, when the backward is over
-            total = self._sum()
+        if self._make_home is not None:  # `wait_for_host` follows, when the backward is over
+            total, kept = self._sum(), self._at_home()
             self._streams.keep_memory([total.data])
-            self._kept_sum = FlatBuffer(self._home.copy_(total.data, non_blocking=True), Placement.SHARD, self.low)
+            kept.data.copy_(total.data, non_blocking=True)
+            self._kept_sum = kept
         self.has_sum = True
         self._close()
         then()
@@ -263,6 +266,13 @@ class GradAccumulator:
         if self._kept_sum is None:
             self._kept_sum = self._empty(Placement.SHARD, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
+
+    def _at_home(self) -> FlatBuffer:
+        """Return the host's memory for the owned shard's sum."""
+        if self._home is None:
+            assert self._make_home is not None
+            self._home = self._make_home()
+        return FlatBuffer(self._home, Placement.SHARD, self.low)
 
     # -- sums and means -------------------------------------------------------------------------------------------
 
@@ -300,8 +310,8 @@ class GradAccumulator:
         if not self.has_sum:
             if self._whole is None and (self._stage.grads_replicated or not self._sum_apart):
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
-            if self._home is not None:
-                self._kept_sum = FlatBuffer(self._home, Placement.SHARD, self.low)
+            if self._make_home is not None:
+                self._kept_sum = self._at_home()
             self.has_sum = True
             for kept in (self._sum().data, *self.tensors()):
                 kept.fill_(-0.0)
@@ -315,7 +325,7 @@ class GradAccumulator:
         """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
-        if not self._keeps_memory or self._home is not None:
+        if not self._keeps_memory or self._make_home is not None:
             self._streams.keep_memory(self.tensors())
             self._whole, self._kept_sum, self._views = None, None, []
             self._sum_apart = self._sum_begins_apart

@@ -110,7 +110,6 @@ def describe(
     hosts = collective.hosts if isinstance(collective, Fold) else 1
     buckets = storage.buckets
     parameters = [kept for bucket in (*buckets, *storage.unlisted_buckets()) for kept in bucket.weights.kept()]
-    measured = _bytes_in_blocks if any(bucket.spec.offloaded for bucket in buckets) else _bytes
     units = storage.manager
     gathered = None if units is None else units.gathered.pool
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
@@ -132,7 +131,6 @@ def describe(
         reshard_group_size,
         schedule=storage.unit_hooks.schedule,
         shards_are_exposed=bool(stage.gathers(1)) and units_need_gather and shard_group.memory is not None,
-        states_on_disk=any(b.spec.device == "cpu" and not b.spec.offloaded for b in buckets if b.states.kept()),
         host_ranks=transport.world_size // hosts if hosts > 1 else 0,
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
@@ -153,15 +151,15 @@ def describe(
             "common": frozenset() if units is None else units.resident.in_common(),
         },
         {
-            "parameters": measured(parameters),
-            "gradients": measured(gradients),
-            "optimizer": measured(states),
+            "parameters": _bytes(parameters),
+            "gradients": _bytes(gradients),
+            "optimizer": _bytes(states),
             "gathered_peak": 0 if gathered is None else gathered.peak_bytes,
             "scratch_peak": shard_group.pool.peak_bytes,
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        measured(offloaded),
+        _bytes(offloaded),
         spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,
@@ -215,9 +213,5 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-
-def _bytes_in_blocks(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors that lie beside others in blocks of memory."""
+    """Return the bytes of tensors, each counted once: they may lie beside others in blocks of memory."""
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
