@@ -304,14 +304,12 @@ class Contents:
         found = {piece.slot for piece in pieces if bucket.parameters[piece.slot].requires_grad}
         frozen = [piece for piece in pieces if piece.slot not in found]
         if frozen and states.master.kept():
-            states.wait_for_copies()
-            weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank).values()
             synced = states.synced_weights()
+            weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank).values()
             for piece in frozen:
                 wide = synced.piece(piece)
                 if not same_bits(wide, weights.piece(piece).to(wide.dtype)):
                     found.add(piece.slot)
-            states.evict()
         return sorted(found)
 
     def merge(self, told: Sequence[bytes]) -> StateFacts:

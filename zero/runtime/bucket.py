@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..core.bits import either
 from ..core.layout import BucketSpec, ParameterSpec
-from ..core.stage import Stage
+from ..core.stage import Placement, Stage
 from .accumulator import GradAccumulator
 from .flat_buffer import FlatBuffer, Move
 from .flat_states import BucketStates
@@ -37,6 +37,23 @@ class StoredBucket:
     def apply(self, move: Move) -> None:
         """Replace each tensor that is kept here, but for gradients, by what ``move`` returns for it."""
         self.weights.apply(move)
+
+    def elsewhere(self) -> list[Tensor]:
+        """Return the memory of what is kept here, on disk or in the host's memory instead of the device's."""
+        return self.weights.kept() if self.spec.offloaded else []
+
+    def widest(self) -> FlatBuffer:
+        """Return the values of what this rank holds in the widest dtype in which they are known, to be read."""
+        return self.weights.values()
+
+    def write(self, whole: Tensor) -> None:
+        """Overwrite the parameters by those of the whole bucket, 1-D."""
+        narrow = FlatBuffer(whole.to(self.spec.dtypes.param_dtype), Placement.WHOLE)
+        if self.weights.placement is Placement.WHOLE:
+            for parameter, slot, spec in zip(self.parameters, self.spec.slots, self.specs, strict=True):
+                parameter.detach().copy_(narrow.slot(slot, spec))  # a graph that was kept finds it
+        else:
+            self.weights.data.copy_(narrow.interval(self.weights.begin, self.weights.end))
 
     def views(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each parameter with its view of the weights, all of which must be here."""
@@ -87,6 +104,17 @@ class Bucket(StoredBucket):
     def apply(self, move: Move) -> None:
         super().apply(move)
         self.states.apply(move)
+
+    def elsewhere(self) -> list[Tensor]:
+        found = [*super().elsewhere(), *self.states.kept()]
+        if self.spec.offloaded:
+            found += [*self.states.master.kept(), *self.grad.tensors()]
+        if self.spec.stepped_on_host:
+            found += self.states.tensors()  # also step counts
+        return found
+
+    def widest(self) -> FlatBuffer:
+        return self.states.synced_weights() if self.spec.dtypes.has_master else super().widest()
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

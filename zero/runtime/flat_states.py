@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -431,7 +431,22 @@ class BucketStates:
 
     def synced_weights(self) -> FlatBuffer:
         """Return the weights with which the next step would begin, in the master's dtype. Changes nothing."""
-        return self.over(self.master.synced())
+        self.wait_for_copies()
+        found = self.over(self.master.synced())
+        self.evict()
+        return found
+
+    def write_masters(self, whole: Tensor, slots: Collection[int]) -> None:
+        """Overwrite the master weights of parameters, in these slots, by those of the whole bucket; the parameters are
+        these, rounded."""
+        chosen = [piece for piece in self.pieces if piece.slot in slots]
+        if chosen and self.bucket.dtypes.has_master:
+            self.wait_for_copies()
+            self.snapshot()
+            for piece in chosen:
+                self.over(self.weights).piece(piece).copy_(whole[piece.begin : piece.end])
+            self.master.settle()
+            self.evict()
 
     def casts(self, present: bytes) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters of the pieces that were ``present`` in a step, and the master weights to round into

@@ -144,13 +144,11 @@ class ShardedAverage:
     def take(self) -> None:
         """Take the weights of this moment into the average, on this rank. Internal."""
         for bucket in self._buckets():
-            bucket.states.wait_for_copies()
             weights, index = bucket.states.synced_weights(), bucket.spec.index
             if index not in self._flat or self.n_averaged == 0:
                 self.room(bucket).data.copy_(weights.data)
             else:
                 self._update(_pieces(bucket, self._flat[index]), _pieces(bucket, weights), self.n_averaged)
-            bucket.states.evict()
         self.n_averaged += 1
 
     def values(self, bucket: Bucket) -> FlatBuffer:
@@ -159,9 +157,7 @@ class ShardedAverage:
         Parameters that no update has seen have their weights. Internal.
         """
         if bucket.spec.index not in self._flat:
-            bucket.states.wait_for_copies()
             self.room(bucket).data.copy_(bucket.states.synced_weights().data)
-            bucket.states.evict()
         return self._flat[bucket.spec.index]
 
     def room(self, bucket: Bucket) -> FlatBuffer:

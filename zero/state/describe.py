@@ -108,19 +108,12 @@ def describe(
     layout, collective = storage.layout, choice.collective
     transport, shard_group = collective.transport, choice.shard_group
     hosts = collective.hosts if isinstance(collective, Fold) else 1
-    buckets = storage.buckets
-    parameters = [kept for bucket in (*buckets, *storage.unlisted_buckets()) for kept in bucket.weights.kept()]
+    buckets, stored = storage.buckets, (*storage.buckets, *storage.unlisted_buckets())
+    parameters = [kept for bucket in stored for kept in bucket.weights.kept()]
     units = storage.manager
     gathered = None if units is None else units.gathered.pool
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
-    offloaded = [tensor for bucket in buckets for tensor in bucket.states.kept()]
-    for stored in (*buckets, *storage.unlisted_buckets()):
-        offloaded += stored.weights.kept() if stored.spec.offloaded else []
-    for bucket in buckets:
-        offloaded += bucket.states.master.kept() if bucket.spec.offloaded else []
-        offloaded += bucket.grad.tensors() if bucket.spec.offloaded else []
-        offloaded += bucket.states.tensors() if bucket.spec.stepped_on_host else []  # also step counts
     units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
     formula = formula_bytes(
         layout,
@@ -159,7 +152,7 @@ def describe(
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        _bytes(offloaded),
+        _bytes(tensor for bucket in stored for tensor in bucket.elsewhere()),
         spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,

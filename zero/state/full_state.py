@@ -38,7 +38,6 @@ from ..core.units import Ignored
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket
-from ..runtime.flat_buffer import FlatBuffer
 from .gather import gather_to
 
 _NO_MODULE = (
@@ -158,13 +157,7 @@ class FullState:
             receivers = range(receiver, receiver + 1) if of == replica else range(0)
         if not receivers:  # other ranks hold the same, and send it
             return None
-        wide = masters and isinstance(bucket, Bucket) and bucket.spec.dtypes.has_master
-        held = bucket.weights.values()
-        if wide:
-            assert isinstance(bucket, Bucket)
-            bucket.states.wait_for_copies()
-            held = bucket.states.synced_weights()
-            bucket.states.evict()
+        held = bucket.widest() if masters else bucket.weights.values()
         if held.placement is Placement.WHOLE or self._shard_group.world_size == 1:
             return held.data if place in receivers else None
         return gather_to(held.data, bucket.spec.cuts, self._shard_group, receivers, tag, control=False)
@@ -230,33 +223,15 @@ class FullState:
                 for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
                     strided(whole, slot.offset, spec.shape, spec.stride).copy_(fitted.values[id(parameter)])
             broadcast(self._transport, [whole], source)
-            self._write(bucket, whole, wide)
+            bucket.write(whole)
+            if isinstance(bucket, Bucket):
+                slots = [n for n, slot in enumerate(bucket.spec.slots) if slot.parameter in wide]
+                bucket.states.write_masters(whole, slots)
         beside = self._beside_buckets()
         if fitted is not None:
             for _, tensor in beside:
                 tensor.detach().copy_(fitted.values[id(tensor)])
         broadcast(self._transport, [tensor.detach() for _, tensor in beside], source)
-
-    def _write(self, bucket: StoredBucket, whole: Tensor, wide: frozenset[int]) -> None:
-        """Give a bucket its values. ``wide``: parameters, by index, whose master weights are these values. Local."""
-        narrow = FlatBuffer(whole.to(bucket.spec.dtypes.param_dtype), Placement.WHOLE)
-        if bucket.weights.placement is Placement.WHOLE:
-            for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
-                parameter.detach().copy_(narrow.slot(slot, spec))  # a graph that was kept finds it
-        else:
-            bucket.weights.data.copy_(narrow.interval(bucket.weights.begin, bucket.weights.end))
-        if not isinstance(bucket, Bucket) or not bucket.spec.dtypes.has_master:
-            return
-        states, master = bucket.states, bucket.states.master
-        chosen = [piece for piece in states.pieces if bucket.spec.slots[piece.slot].parameter in wide]
-        if chosen:
-            states.wait_for_copies()
-            states.snapshot()
-            for piece in chosen:
-                own = master.master[piece.begin - states.begin : piece.end - states.begin]
-                own.copy_(whole[piece.begin : piece.end])
-            master.settle()
-            states.evict()
 
     def _beside_buckets(self) -> list[tuple[str, Tensor]]:
         """Return what every rank has whole and beside the buckets: parameters and buffers. Local."""

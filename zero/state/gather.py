@@ -200,7 +200,6 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
     spec, states = bucket.specs[number], bucket.states
     tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
     whole = gather_slot(states.synced_weights(), bucket.spec.slots[number], bucket.spec, rank, collective, tag)
-    states.evict()
     return whole.as_strided(spec.shape, spec.stride)
 
 

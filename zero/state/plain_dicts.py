@@ -502,7 +502,7 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
                 values = in_stride_order(
                     whole.detach().to(step_device(bucket.spec), bucket.spec.dtypes.master_dtype), spec.stride
                 )
-                target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
+                target = states.over(states.weights).piece(piece)
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.master.loaded()
         states.evict()
