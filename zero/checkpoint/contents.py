@@ -254,7 +254,7 @@ class Contents:
         for index, piece in enumerate(bucket.states.pieces):
             state = bucket.states.state_of(index)
             if state is not None and low <= piece.begin < high:
-                first = piece.begin - bucket.spec.slots[piece.slot].offset
+                first = bucket.spec.within(piece).start
                 rules = self.parts.classes.rules_of(bucket.specs[piece.slot])
 
                 def begins(name: str, value: Tensor, first: int = first, rules: Rules = rules) -> int | None:

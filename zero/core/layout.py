@@ -469,6 +469,11 @@ class BucketSpec:
                 found.append(Piece(number, low, max(low, high)))
         return tuple(found)
 
+    def within(self, piece: Piece) -> slice:
+        """Return which elements of its parameter, in the order of memory, a piece has."""
+        offset = self.slots[piece.slot].offset
+        return slice(piece.begin - offset, piece.end - offset)
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -230,16 +230,16 @@ def joined(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int], rules: Rul
     return {name: whole([piece[name] for piece in pieces], name) for name in pieces[0]}
 
 
-def part_of(states: Mapping[str, Any], begin: int, end: int, numel: int, rules: Rules) -> dict[str, Any]:
-    """Return the states of the elements ``[begin, end)`` of a parameter of ``numel`` elements, given those of the
-    whole: the inverse of `joined`. They may share memory with those."""
+def part_of(states: Mapping[str, Any], place: slice, numel: int, rules: Rules) -> dict[str, Any]:
+    """Return the states of some elements of a parameter of ``numel`` elements, given those of the whole: the inverse of
+    `joined`. They may share memory with those."""
 
     def part(value: Any, name: str) -> Any:
         inner, facts = flattened(value) if isinstance(value, Tensor) else ((), None)
         if inner:
             parts = {key: part(getattr(value, key), f"{name}.{key}") for key in inner}
-            return _of_shape(value, parts, facts, (end - begin,))
-        return rules[name].part(value, begin, end, numel) if name in rules else value
+            return _of_shape(value, parts, facts, (place.stop - place.start,))
+        return rules[name].part(value, place.start, place.stop, numel) if name in rules else value
 
     return {name: part(value, name) for name, value in states.items()}
 

@@ -208,7 +208,7 @@ class ReducedGrads:
             for slot, place in enumerate(bucket.spec.slots):
                 if place.parameter in found and bucket.used[slot] and gradient is not None:
                     mine = [piece for piece in bucket.grad.pieces if piece.slot == slot]
-                    parts = [digest_of_part(gradient.piece(piece), piece.begin - place.offset) for piece in mine]
+                    parts = [digest_of_part(gradient.piece(piece), bucket.spec.within(piece).start) for piece in mine]
                     found[place.parameter] = sum(parts)
         return found
 

@@ -92,7 +92,7 @@ class WholeGradients:
             final = bucket.grad.open_means()
             for piece in bucket.spec.pieces(final.begin, final.end):
                 if piece.slot == number:
-                    final.piece(piece).copy_(flat[piece.begin - slot.offset : piece.end - slot.offset])
+                    final.piece(piece).copy_(flat[bucket.spec.within(piece)])
             self._reducer.schedule.replaced(bucket, number, purpose)
         self._reducer.publisher.publish()
 

@@ -315,12 +315,11 @@ class WideCopies:
 
     def round(self, piece: Piece, names: Iterable[str], kept: Mapping[str, Tensor], step: int) -> None:
         """Round the copies of ``names`` into what is ``kept``, in the elements of a piece. ``step``: its number."""
-        slot, spec = self._bucket.slots[piece.slot], self._specs[piece.slot]
+        spec, first = self._specs[piece.slot], self._bucket.within(piece).start
         place = slice(piece.begin - self._begin, piece.end - self._begin)
         for name in names:
             if name in self.tensors:
                 stream = Stream.of(self._rounding.seed, spec.index, name, step)
-                first = piece.begin - slot.offset
                 round_into(kept[name][place], self.tensors[name][place], stream, first, spec.shape, spec.stride)
 
 
@@ -484,7 +483,7 @@ class BucketStates:
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights, state, piece = self.weights, self._states[first], self.pieces[first]
-        spec, at = self._specs[piece.slot], piece.begin - self.bucket.slots[piece.slot].offset
+        spec, at = self._specs[piece.slot], self.bucket.within(piece).start
         for low, high in parts(begin, end, self._cut if cut else None):
             parameter = strided(weights.detach(), low, *stepped_shape(spec, at, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)

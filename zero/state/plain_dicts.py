@@ -438,7 +438,7 @@ def scatter(
         states.flat.clear()
         flat_values: dict[tuple[int, str], Tensor] = {}
         for number, piece in enumerate(states.pieces):
-            slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
+            spec = bucket.specs[piece.slot]
             values = state.get(mapping[spec.index])
             if not values:
                 states.set_state(number, None)
@@ -450,8 +450,7 @@ def scatter(
                 large = lies_flat(name, value, spec, elementwise)
                 if not large or (spec.grain.alone and tuple(value.stride()) != spec.stride):
                     if spec.grain.divided:
-                        place = piece.begin - slot.offset, piece.end - slot.offset
-                        value = part_of({name: value}, *place, spec.numel, rules(spec))[name]
+                        value = part_of({name: value}, bucket.spec.within(piece), spec.numel, rules(spec))[name]
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
@@ -459,8 +458,7 @@ def scatter(
                 if key not in flat_values:
                     flat_values[key] = in_stride_order(value.detach().to(device, dtype), spec.stride)
                 target = states.allocate(name, dtype)
-                source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
-                target.piece(piece).copy_(source)
+                target.piece(piece).copy_(flat_values[key][bucket.spec.within(piece)])
             states.set_state(number, PieceState(tuple(names), scalars))
         states.evict()
 
@@ -496,13 +494,12 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
             continue
         states.master.forget()
         for piece in states.pieces:
-            slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
+            spec = bucket.specs[piece.slot]
             whole = masters.get(mapping[spec.index])
             if whole is not None:
                 values = in_stride_order(
                     whole.detach().to(step_device(bucket.spec), bucket.spec.dtypes.master_dtype), spec.stride
                 )
-                target = states.over(states.weights).piece(piece)
-                target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
+                states.over(states.weights).piece(piece).copy_(values[bucket.spec.within(piece)])
         states.master.loaded()
         states.evict()

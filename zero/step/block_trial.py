@@ -122,7 +122,7 @@ def _form(
 ) -> bool:
     """Return whether the pieces' states of this name, with their places, form the whole parameter's ``value``."""
     try:
-        parts = [part_of({name: value}, place.start, place.stop, shape.numel(), rules)[name] for place, _ in pieces]
+        parts = [part_of({name: value}, place, shape.numel(), rules)[name] for place, _ in pieces]
         formed = joined([{name: piece[name]} for _, piece in pieces], shape, rules)[name]
     except (TypeError, ValueError, RuntimeError, AssertionError):
         return False

@@ -166,7 +166,7 @@ def slot_part(
     source: tuple[str, int], piece: Piece, bucket: BucketSpec, interval: tuple[int, int], itemsize: int
 ) -> Part:
     """Map a piece of a slot to the byte range of its row-major tensor. ``interval``: the source's, in elements."""
-    begin = piece.begin - bucket.slots[piece.slot].offset
+    begin = bucket.within(piece).start
     return Part(source, (piece.begin - interval[0]) * itemsize, begin * itemsize, piece.numel * itemsize)
 
 

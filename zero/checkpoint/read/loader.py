@@ -602,11 +602,10 @@ class Loader:
             return
         target = into[piece.begin - low : piece.end - low]
         if not is_row_major(bucket.specs[slot]):
-            begin = bucket.spec.slots[slot].offset
 
             def read_permuted() -> None:
                 whole = in_stride_order(self._checkpoint.read(*saved), bucket.specs[slot].stride)
-                target.copy_(whole[piece.begin - begin : piece.end - begin])
+                target.copy_(whole[bucket.spec.within(piece)])
 
             self._later.append(read_permuted)
             return
@@ -698,9 +697,8 @@ class Loader:
 
     def _part_of(self, whole: PieceState, piece: Piece, bucket: Bucket) -> PieceState:
         """Return the state of a piece of a parameter that is cut between blocks."""
-        slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
-        place = piece.begin - slot.offset, piece.end - slot.offset
-        part = part_of(whole.scalars, *place, spec.numel, self._contents.parts.classes.rules_of(spec))
+        spec, rules = bucket.specs[piece.slot], self._contents.parts.classes.rules_of
+        part = part_of(whole.scalars, bucket.spec.within(piece), spec.numel, rules(spec))
         scalars = {name: scalar_state("", value, False, step_device(bucket.spec)) for name, value in part.items()}
         return PieceState(whole.elementwise, scalars)
 
