@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import torch
+
 from .buckets import loads
 from .grain import WHOLE
 from .layout import BucketSpec, Cuts, Layout, ParameterSpec
@@ -76,25 +78,21 @@ def bucket_bytes(
         states: what the rank keeps for the bucket.
     """
     dtypes, trainable = bucket.dtypes, specs[0].trainable
-    begin, end = bucket.owned(rank)
+
+    def nbytes(placement: Placement, dtype: torch.dtype) -> int:
+        begin, end = placement.interval(bucket, rank)
+        return (end - begin) * dtype.itemsize
+
     low, high = stage.update_interval(bucket, rank)
-    held = bucket.numel if stage.parameters is Placement.WHOLE else end - begin
-    if stage.parameters is Placement.SHARD and keeps_masters_alone(bucket, trainable=trainable):
-        held = 0
-    gradients = 0
-    if trainable and stage.contributes_in_place(dtypes):
-        gradients = bucket.numel * dtypes.itemsize("reduce_dtype")
-    elif trainable and stage.grads_replicated:
-        gradients = bucket.numel * dtypes.itemsize("accumulate_dtype")
+    alone = stage.parameters is Placement.SHARD and keeps_masters_alone(bucket, trainable=trainable)
     is_mean = bucket.world_size == 1 and bucket.device != "cpu"
-    if trainable and stage.sum_lies_apart(dtypes, is_mean=is_mean):
-        gradients += (end - begin) * dtypes.itemsize("accumulate_dtype")
+    gradients = stage.gradient_buffers(dtypes, is_mean=is_mean) if trainable else []
     return BucketBytes(
-        parameters=held * dtypes.itemsize("param_dtype"),
-        gradients=gradients,
+        parameters=0 if alone else nbytes(stage.parameters, dtypes.param_dtype),
+        gradients=sum(nbytes(*buffer) for buffer in gradients),
         states=(high - low) * states.element_bytes,
         scalars=states.scalar_bytes and states.scalar_bytes * _count_runs(bucket, specs, low, high, states),
-        masters=(high - low) * dtypes.itemsize("master_dtype") if states.has_masters else 0,
+        masters=nbytes(stage.states, dtypes.master_dtype) if states.has_masters else 0,
     )
 
 

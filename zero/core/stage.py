@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
+
 from .layout import BucketSpec, Dtypes, ParameterSpec
 
 
@@ -20,6 +22,10 @@ class Placement(Enum):
     WHOLE = "whole"
     SHARD = "shard"
     PARTIAL = "partial"
+
+    def interval(self, bucket: BucketSpec, rank: int) -> tuple[int, int]:
+        """Return the begin and the end of the elements of ``bucket`` that ``rank`` holds."""
+        return bucket.owned(rank) if self is Placement.SHARD else (0, bucket.numel)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,13 @@ class Stage:
         """
         return not self.keeps_full_grads or (self.grads_replicated and not is_mean) or dtypes.widens
 
+    def gradient_buffers(self, dtypes: Dtypes, *, is_mean: bool) -> list[tuple[Placement, torch.dtype]]:
+        """Return placement and dtype of each buffer of a bucket's gradients that a rank keeps. ``is_mean``: as of
+        `sum_lies_apart`."""
+        whole = dtypes.reduce_dtype if self.contributes_in_place(dtypes) else dtypes.accumulate_dtype
+        found = [(Placement.WHOLE, whole)] if self.keeps_full_grads else []
+        return found + [(Placement.SHARD, dtypes.accumulate_dtype)] * self.sum_lies_apart(dtypes, is_mean=is_mean)
+
     @property
     def grads_replicated(self) -> bool:
         """Whether every rank updates all parameters, and so needs the whole mean gradient after each reduction."""
@@ -76,7 +89,7 @@ class Stage:
 
     def update_interval(self, bucket: BucketSpec, rank: int) -> tuple[int, int]:
         """Return the interval of ``bucket`` that ``rank`` updates and whose states it holds."""
-        return (0, bucket.numel) if self.states is Placement.WHOLE else bucket.owned(rank)
+        return self.states.interval(bucket, rank)
 
     def passes(self, synchronised: int, *, means_are_shown: bool = True) -> dict[str, int]:
         """Return the passes of a step over the trainable elements, by the name of the dtype in which they travel.
