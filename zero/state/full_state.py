@@ -38,7 +38,7 @@ from ..core.units import Ignored
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket
-from .gather import gather_to
+from .gather import gather_to, receivers_of
 
 _NO_MODULE = (
     "{call} needs the module whose parameters these are: build the optimizer over the module, or over parameters and "
@@ -150,16 +150,12 @@ class FullState:
 
     def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
         """Return a bucket's elements on the ranks that get them; None elsewhere."""
-        replica, place = divmod(self._transport.rank, self._shard_group.world_size)
-        receivers = range(self._shard_group.world_size)
-        if to is not None:
-            of, receiver = divmod(to, self._shard_group.world_size)
-            receivers = range(receiver, receiver + 1) if of == replica else range(0)
+        receivers = receivers_of(to, self._transport, self._shard_group)
         if not receivers:  # other ranks hold the same, and send it
             return None
         held = bucket.widest() if masters else bucket.weights.values()
         if held.placement is Placement.WHOLE or self._shard_group.world_size == 1:
-            return held.data if place in receivers else None
+            return held.data if self._shard_group.rank in receivers else None
         return gather_to(held.data, bucket.spec.cuts, self._shard_group, receivers, tag, control=False)
 
     # -- from the host ------------------------------------------------------------------------------------------------

@@ -102,12 +102,17 @@ def gather(
         lists = [facts for facts, _ in found[first : first + shard_group.world_size]]  # other replicas hold the same
     if problem is not None:
         raise TypeError(problem)
-    here, receivers = to in (None, transport.rank), range(shard_group.world_size)
-    if to is not None:
-        replica, place = divmod(to, shard_group.world_size)
-        receivers = range(place, place + 1)
-        if transport.rank // shard_group.world_size != replica or (whole_here and not here):
-            return None
+    here, receivers = to in (None, transport.rank), receivers_of(to, transport, shard_group)
+    if not receivers or (whole_here and not here):
+        return None
+
+    def brought(part: Tensor, cuts: Cuts, name: str, index: int) -> Tensor | None:
+        if whole_here:
+            return part.cpu()
+        one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, index)
+        whole = gather_to(part, cuts, shard_group, receivers, one)
+        return None if whole is None else whole.cpu()
+
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
     for bucket in buckets:
@@ -118,8 +123,7 @@ def gather(
         if ends[-1]:
             mine = torch.cat([as_bytes(tensor) for tensor in large[spec.index]] or [torch.empty(0, dtype=torch.uint8)])
             cuts = OwnerCuts(ends[-1], len(facts), tuple(range(len(facts))), tuple(ends[:-1]))
-            one = Tag(Kind.GATHER, f"{tag.label}, large states"[:70], tag.round, spec.index * 1000 + 999)
-            data = mine if whole_here else gather_to(mine.to(spec.device), cuts, shard_group, receivers, one)
+            data = brought(mine if whole_here else mine.to(spec.device), cuts, "large states", spec.index * 1000 + 999)
         names: dict[str, str] = {}
         for each in facts:
             names |= each.flat
@@ -134,18 +138,14 @@ def gather(
                 part = states.flat[name].data
             else:
                 part = torch.zeros(states.end - states.begin, dtype=DTYPES[dtype], device=spec.device)
-            if whole_here:
-                flats[name] = part.cpu()
-                continue
-            one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
-            whole = gather_to(part, spec.cuts, shard_group, receivers, one)
+            whole = brought(part, spec.cuts, name, spec.index * 1000 + number)
             if whole is not None:
-                flats[name] = whole.cpu()
+                flats[name] = whole
         if here:
             slots: dict[int, list[PieceState]] = {}  # of each piece that has states, in order
             of_class = bucket.specs[0].optimizer_class
             for each, begin, end in zip(facts, ends, ends[1:], strict=False):
-                for number, state in each.states(None if data is None else data[begin:end].cpu(), kinds[of_class]):
+                for number, state in each.states(None if data is None else data[begin:end], kinds[of_class]):
                     slots.setdefault(number, []).append(state)
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
@@ -201,6 +201,16 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
     tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
     whole = gather_slot(states.synced_weights(), bucket.spec.slots[number], bucket.spec, rank, collective, tag)
     return whole.as_strided(spec.shape, spec.stride)
+
+
+def receivers_of(to: int | None, transport: Transport, shard_group: Transport) -> range:
+    """Return the numbers in ``shard_group`` of those that get what goes to rank ``to``: all if it is None, and none if
+    rank ``to`` has another copy. ``transport``: all ranks."""
+    ranks = shard_group.world_size
+    if to is None:
+        return range(ranks)
+    replica, place = divmod(to, ranks)
+    return range(place, place + 1) if replica == transport.rank // ranks else range(0)
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
