@@ -19,13 +19,14 @@ from collectives import Collective, Kind, Tag, Transport, as_a_whole
 
 from ..core.bits import same_bits, strided
 from ..core.conflicts import AVERAGE
-from ..core.stage import Placement, Stage
+from ..core.stage import Stage
 from ..core.statetree import N_AVERAGED, check_average_name
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_methods
-from ..runtime.flat_buffer import FlatBuffer, Move, gather_slot, redistribute, usable_later
+from ..runtime.flat_buffer import FlatBuffer, Move, redistribute, usable_later
+from .gather import whole_of
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], object]
@@ -177,23 +178,21 @@ class ShardedAverage:
 
     def whole(self, to: int | None) -> dict[str, Tensor] | None:
         """Return the whole averages, as `gather` does. Internal."""
-        here = to in (None, self._all.transport.rank)
-        found: dict[str, Tensor] = {}
-        for bucket, number in self._slots():
-            average = self._whole(bucket, number)
-            if here:
-                found[bucket.specs[number].name] = average
-        return found if here else None
+        found: list[tuple[int, str, Tensor]] = []
+        for bucket in self._buckets():
+            tag = Tag(Kind.GATHER, f"average {self.name}"[:70], index=bucket.spec.index)
+            whole = whole_of(self.values(bucket), bucket.spec, to, self._all.transport, self._all.shard_group, tag)
+            if whole is not None:
+                for slot, spec in zip(bucket.spec.slots, bucket.specs, strict=True):
+                    found.append((spec.index, spec.name, strided(whole, slot.offset, spec.shape, spec.stride).clone()))
+        if to not in (None, self._all.transport.rank):
+            return None
+        return {name: average for _, name, average in sorted(found, key=lambda each: each[0])}
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
     def _buckets(self) -> Sequence[Bucket]:
         return self._all.storage.buckets
-
-    def _slots(self) -> Iterator[tuple[Bucket, int]]:
-        """Yield bucket and slot of each parameter, in the order of torch.optim's indices."""
-        slots = [(bucket, number) for bucket in self._buckets() for number in range(len(bucket.specs))]
-        yield from sorted(slots, key=lambda slot: slot[0].specs[slot[1]].index)
 
     def _update(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
         seen = torch.tensor(count, device="cpu")
@@ -204,17 +203,6 @@ class ShardedAverage:
         assert self._avg_fn is not None
         for average, current in zip(averages, weights, strict=True):
             average.copy_(self._avg_fn(average, current, seen.to(average.device)))
-
-    def _whole(self, bucket: Bucket, number: int) -> Tensor:
-        """Return a parameter's average, in its shape. Collective."""
-        spec, slot, flat = bucket.specs[number], bucket.spec.slots[number], self.values(bucket)
-        if flat.placement is Placement.WHOLE:
-            return flat.slot(slot, spec).detach().clone()
-        tag = Tag(Kind.ALL_GATHER, f"average {self.name}: {spec.name}"[:70], index=bucket.spec.index)
-        rank = self._all.shard_group.rank
-        own = flat.shard(bucket.spec.cuts, rank)
-        whole = gather_slot(own, slot, bucket.spec, rank, self._all.collective, tag)
-        return strided(whole, 0, spec.shape, spec.stride)
 
     def _require_open(self) -> None:
         self._engine.check()

@@ -33,12 +33,12 @@ from ..core.parameter_specs import (
     remark_on_prefix,
     state_dict_tensors,
 )
-from ..core.stage import Placement, Stage
+from ..core.stage import Stage
 from ..core.units import Ignored
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket
-from .gather import gather_to, receivers_of
+from .gather import whole_of
 
 _NO_MODULE = (
     "{call} needs the module whose parameters these are: build the optimizer over the module, or over parameters and "
@@ -150,13 +150,8 @@ class FullState:
 
     def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
         """Return a bucket's elements on the ranks that get them; None elsewhere."""
-        receivers = receivers_of(to, self._transport, self._shard_group)
-        if not receivers:  # other ranks hold the same, and send it
-            return None
         held = bucket.widest() if masters else bucket.weights.values()
-        if held.placement is Placement.WHOLE or self._shard_group.world_size == 1:
-            return held.data if self._shard_group.rank in receivers else None
-        return gather_to(held.data, bucket.spec.cuts, self._shard_group, receivers, tag, control=False)
+        return whole_of(held, bucket.spec, to, self._transport, self._shard_group, tag)
 
     # -- from the host ------------------------------------------------------------------------------------------------
 

@@ -19,11 +19,12 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
-from ..core.layout import Cuts, OwnerCuts, ParameterSpec
+from ..core.layout import BucketSpec, Cuts, OwnerCuts, ParameterSpec
 from ..core.runs import PieceState, Rules, joined
+from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
 from ..runtime.bucket import Bucket
-from ..runtime.flat_buffer import gather_slot
+from ..runtime.flat_buffer import FlatBuffer, gather_slot
 
 _MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
 
@@ -106,12 +107,8 @@ def gather(
     if not receivers or (whole_here and not here):
         return None
 
-    def brought(part: Tensor, cuts: Cuts, name: str, index: int) -> Tensor | None:
-        if whole_here:
-            return part.cpu()
-        one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, index)
-        whole = gather_to(part, cuts, shard_group, receivers, one)
-        return None if whole is None else whole.cpu()
+    def one(name: str, index: int) -> Tag:
+        return Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, index)
 
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
@@ -123,7 +120,8 @@ def gather(
         if ends[-1]:
             mine = torch.cat([as_bytes(tensor) for tensor in large[spec.index]] or [torch.empty(0, dtype=torch.uint8)])
             cuts = OwnerCuts(ends[-1], len(facts), tuple(range(len(facts))), tuple(ends[:-1]))
-            data = brought(mine if whole_here else mine.to(spec.device), cuts, "large states", spec.index * 1000 + 999)
+            large_tag = one("large states", spec.index * 1000 + 999)
+            data = mine if whole_here else gather_to(mine.to(spec.device), cuts, shard_group, receivers, large_tag)
         names: dict[str, str] = {}
         for each in facts:
             names |= each.flat
@@ -138,14 +136,15 @@ def gather(
                 part = states.flat[name].data
             else:
                 part = torch.zeros(states.end - states.begin, dtype=DTYPES[dtype], device=spec.device)
-            whole = brought(part, spec.cuts, name, spec.index * 1000 + number)
+            of_name = one(name, spec.index * 1000 + number)
+            whole = whole_of(states.over(part), spec, to, transport, shard_group, of_name, control=True)
             if whole is not None:
-                flats[name] = whole
+                flats[name] = whole.cpu()
         if here:
             slots: dict[int, list[PieceState]] = {}  # of each piece that has states, in order
             of_class = bucket.specs[0].optimizer_class
             for each, begin, end in zip(facts, ends, ends[1:], strict=False):
-                for number, state in each.states(None if data is None else data[begin:end], kinds[of_class]):
+                for number, state in each.states(None if data is None else data[begin:end].cpu(), kinds[of_class]):
                     slots.setdefault(number, []).append(state)
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
@@ -211,6 +210,24 @@ def receivers_of(to: int | None, transport: Transport, shard_group: Transport) -
         return range(ranks)
     replica, place = divmod(to, ranks)
     return range(place, place + 1) if replica == transport.rank // ranks else range(0)
+
+
+def whole_of(
+    held: FlatBuffer,
+    bucket: BucketSpec,
+    to: int | None,
+    transport: Transport,
+    shard_group: Transport,
+    tag: Tag,
+    *,
+    control: bool = False,
+) -> Tensor | None:
+    """Return all elements of a bucket, of which each rank has ``held``, on the ranks that get them: see `receivers_of`.
+    None elsewhere. Collective. On a rank that has all of them, they are its own memory."""
+    receivers = receivers_of(to, transport, shard_group)
+    if held.placement is Placement.WHOLE or shard_group.world_size == 1:
+        return held.data if shard_group.rank in receivers else None
+    return gather_to(held.data, bucket.cuts, shard_group, receivers, tag, control=control) if receivers else None
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:
