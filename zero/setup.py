@@ -198,7 +198,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
                 kernels_of(device)  # compiles and checks them now, and not inside a first backward
             buckets: list[Bucket] = []
             for bucket in stored:
-                home, group = states.homes.get(bucket.spec.index), parts.shard_group
+                home, group = parts.offload_backend if bucket.spec.offloaded else None, parts.shard_group
                 grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, group, parts.streams, home)
                 buckets.append(Bucket(bucket, grad, states.of(bucket, [*storage.buckets, *buckets])))
             storage.add(buckets, layout)
@@ -297,8 +297,7 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
 
 
 class _NewStates:
-    """Makes the states of the buckets of a layout from ``first`` on. ``homes``: of the sums of gradients, if these lie
-    in the host's memory.
+    """Makes the states of the buckets of a layout from ``first`` on.
 
     With offload this is collective: it is an error on every rank if one rank has no room. For parameters that are
     frozen now no room is reserved.
@@ -307,7 +306,6 @@ class _NewStates:
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
         self._parts, self._groups, self._layout, self._later = parts, all_groups, layout, first > 0
         self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
-        self.homes: dict[int, Callable[[], Tensor]] = {}  # bucket -> makes the home of the sum of its gradients
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
         offloads = parts.offload_backend is not None
         self._step_groups = step_groups(layout, first, parts.stage, offloads=offloads)
@@ -347,24 +345,20 @@ class _NewStates:
         return states
 
     def _reserve(self, buckets: Sequence[BucketSpec]) -> None:
-        """Reserve the memory of the states of buckets. Collective."""
+        """Reserve the memory of the states of buckets, and of the sums of gradients that lie there. Collective."""
         backend, rank = self._parts.offload_backend, self._parts.transport.rank_label
         assert backend is not None
         problem: Exception | None = None
         names = {bucket.index: self._names(bucket) for bucket in buckets}
         widths = {bucket.index: end - begin for bucket in buckets for begin, end in [self._interval(bucket)]}
-        sums = [bucket for bucket in buckets if bucket.offloaded and self._is_trained(bucket)]
         wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
+        sums = (bucket for bucket in buckets if bucket.offloaded and self._is_trained(bucket))
         wanted += [(widths[bucket.index], bucket.dtypes.accumulate_dtype) for bucket in sums]
         try:
             backend.reserve(wanted)
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self._parts.transport, [], problem)
-        for bucket in (b for b in buckets if b.offloaded):
-            self.homes[bucket.index] = partial(backend.empty, widths[bucket.index], bucket.dtypes.accumulate_dtype)
-        for bucket in sums:
-            self.homes[bucket.index] = partial(_itself, self.homes[bucket.index]())
         for bucket in buckets:
             self._stores[bucket.index] = OffloadedStates(
                 backend,
@@ -401,10 +395,6 @@ class _NewStates:
         if bucket.index not in self._stores or bucket.on_accelerator or bucket.offloaded:
             return None
         return partial(self._stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def error_of(call: Callable[[], object]) -> Exception | None:

@@ -298,6 +298,10 @@ def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     assert all(tensor.eq(number + 1).all() for number, tensor in enumerate(tensors)), "they do not overlap"
     later = host.empty(5, torch.float32)
     assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
+    host.reserve([(64, torch.float32), (64, torch.float32)])
+    host.reserve([(16, torch.float32)])
+    spaces = [host.empty(n, torch.float32).untyped_storage().nbytes() for n in (64, 16, 64)]
+    assert spaces == [512, 64, 512], "what was reserved before something else is still there"
 
 
 def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from ..core.bits import differ, row_major_stride, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from .flat_buffer import FlatBuffer, redistribute
+from .offload import OffloadBackend
 from .profiler_ranges import ProfilerRange, Waited, WaitedInStages
 from .streams import Streams
 
@@ -45,14 +46,13 @@ class GradAccumulator:
         stage: Stage,
         shard_group: Transport,
         streams: Streams,
-        home: Callable[[], Tensor] | None = None,
+        home: OffloadBackend | None = None,
     ) -> None:
         """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that
         own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied;
-        ``home``: returns the host's memory for the sum, where it lies between reductions; None: it stays on the device.
-        """
-        self.bucket, self._streams, self._make_home = bucket, streams, home
-        self._home = home() if home is not None and specs[0].trainable else None  # else when there is a sum
+        ``home``: the host's memory, in which the sum lies between reductions; None: it stays on the device."""
+        self.bucket, self._streams, self._home = bucket, streams, home
+        self._at_home: FlatBuffer | None = None  # the sum there, once there was one
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
@@ -233,7 +233,7 @@ class GradAccumulator:
             self._local = narrow
         before = self.running_sum()
         start = None if before is None else before.data.to(self.bucket.device, non_blocking=True)
-        if self._make_home is not None and before is not None:  # else it may be the contribution of a single rank
+        if self._home is not None and before is not None:  # else it may be the contribution of a single rank
             self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
         return WaitedInStages(work, self._passing, self._passed_on, self._waiting, partial(self._reduced, then))
@@ -244,8 +244,8 @@ class GradAccumulator:
 
     def _reduced(self, then: Callable[[], None]) -> None:
         """Note that the reduction of the contribution is complete."""
-        if self._make_home is not None:  # `wait_for_host` follows, when the backward is over
-            total, kept = self._sum(), self._at_home()
+        if self._home is not None:  # `wait_for_host` follows, when the backward is over
+            total, kept = self._sum(), self._sum_at(self._home)
             self._streams.keep_memory([total.data])
             kept.data.copy_(total.data, non_blocking=True)
             self._kept_sum = kept
@@ -267,12 +267,12 @@ class GradAccumulator:
             self._kept_sum = self._empty(Placement.SHARD, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
 
-    def _at_home(self) -> FlatBuffer:
-        """Return the host's memory for the owned shard's sum."""
-        if self._home is None:
-            assert self._make_home is not None
-            self._home = self._make_home()
-        return FlatBuffer(self._home, Placement.SHARD, self.low)
+    def _sum_at(self, home: OffloadBackend) -> FlatBuffer:
+        """Return the host's memory for the owned shard's sum, the same each time."""
+        if self._at_home is None:
+            memory = home.empty(self.high - self.low, self.bucket.dtypes.accumulate_dtype)
+            self._at_home = FlatBuffer(memory, Placement.SHARD, self.low)
+        return self._at_home
 
     # -- sums and means -------------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class GradAccumulator:
         if not self.has_sum:
             if self._whole is None and (self._stage.grads_replicated or not self._sum_apart):
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
-            if self._make_home is not None:
-                self._kept_sum = self._at_home()
+            if self._home is not None:
+                self._kept_sum = self._sum_at(self._home)
             self.has_sum = True
             for kept in (self._sum().data, *self.tensors()):
                 kept.fill_(-0.0)
@@ -325,7 +325,7 @@ class GradAccumulator:
         """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
-        if not self._keeps_memory or self._make_home is not None:
+        if not self._keeps_memory or self._home is not None:
             self._streams.keep_memory(self.tensors())
             self._whole, self._kept_sum, self._views = None, None, []
             self._sum_apart = self._sum_begins_apart
@@ -396,8 +396,7 @@ class GradAccumulator:
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers that are kept between steps."""
-        reserved = [] if self._home is None or not self._specs[0].trainable else [self._home]
-        return [*(buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None), *reserved]
+        return [buffer.data for buffer in (self._whole, self._kept_sum, self._at_home) if buffer is not None]
 
     def _empty(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
         return self._made(self._shard_group.empty, placement, dtype)

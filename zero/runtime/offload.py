@@ -156,7 +156,7 @@ class OffloadBackend:
 
 
 class HostOffload(OffloadBackend):
-    """Pinned memory of the host, from which a GPU copies asynchronously, in one block for all reserved tensors.
+    """Pinned memory of the host, from which a GPU copies asynchronously, in one block for all that is reserved at once.
 
     Torch's allocator of pinned memory rounds each tensor up to a power of two. So a block is ordinary memory that is
     pinned as it is (`cudaHostRegister`), until this object is gone and the device has copied what it had to.
@@ -167,8 +167,8 @@ class HostOffload(OffloadBackend):
     def __init__(self, device: torch.device) -> None:
         """``device``: which copies from here and back."""
         self._device = device
-        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._taken = 0
+        self._blocks: list[Tensor] = []
+        self._left: list[Tensor] = []  # of each
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """Make a block. Raises `ValueError` if it cannot be pinned."""
@@ -177,12 +177,13 @@ class HostOffload(OffloadBackend):
             block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
             if self._device.type == "cuda":
                 self._pin(block)
-            self._block, self._taken = block, 0
+            self._blocks.append(block)
+            self._left.append(block)
 
     def start_over(self, wanted: Iterable[tuple[int, torch.dtype]]) -> bool:
-        """Return True if the block has room for these tensors. Earlier ones may then be overwritten."""
-        self._taken = 0
-        return sum(_aligned(numel, dtype) for numel, dtype in wanted) <= self._block.nbytes
+        """Return True if there is room for these tensors. Earlier ones may then be overwritten."""
+        self._left = [*self._blocks]
+        return sum(_aligned(numel, dtype) for numel, dtype in wanted) <= sum(block.nbytes for block in self._blocks)
 
     def _pin(self, block: Tensor) -> None:
         runtime = cast(Any, torch.cuda).cudart()  # torch's function has no annotation
@@ -196,10 +197,13 @@ class HostOffload(OffloadBackend):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = _aligned(numel, dtype)
-        if self._taken + nbytes > self._block.nbytes:
+        if not nbytes:
+            return torch.empty(0, dtype=dtype, device="cpu")
+        if not any(left.nbytes >= nbytes for left in self._left):
             self.reserve([(numel, dtype)])  # for a state that was not known at construction
-        self._taken += nbytes
-        return self._block[self._taken - nbytes :][: numel * dtype.itemsize].view(dtype)
+        number = max(n for n, left in enumerate(self._left) if left.nbytes >= nbytes)  # reserved last, for these
+        found, self._left[number] = self._left[number][:nbytes], self._left[number][nbytes:]
+        return found[: numel * dtype.itemsize].view(dtype)
 
 
 def wait_for_host(buckets: Iterable[BucketSpec]) -> None:
