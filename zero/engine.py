@@ -270,13 +270,15 @@ class Engine:
         if not 0 <= to < self._transport.world_size:
             raise ValueError(f"{purpose}: rank {to} is not one of the {self._transport.world_size} ranks")
 
-    def _between_steps(self, purpose: str) -> str | None:
-        """Raise `RuntimeError` inside a backward, `join` or `applied`. Return the error's text inside `gathered` or a
-        forward, where other ranks need not be; else None."""
+    def _between_steps(self, purpose: str, problem: str | None = None) -> str | None:
+        """Raise `RuntimeError` inside a backward, `join` or `applied`. Return ``problem``, an error that this rank has
+        found, or the error's text inside `gathered` or a forward, where other ranks need not be; else None."""
         self.check()
         self.averages.refuse_applied(purpose)
         if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
+        if problem is not None:
+            return problem
         is_free = not self._gathered and self._storage.unit_hooks.end_iteration()
         return None if is_free else f"{purpose} inside gathered() or inside a forward: leave it first"
 
@@ -450,9 +452,9 @@ class Engine:
     def full_tensors(self, to: int | None) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the model's whole tensors on rank ``to``, or on every rank."""
         purpose = f"full_tensors(to={to})"
-        problem = self._between_steps(purpose)
+        self.check()
         self._check_rank(to, "full_tensors")
-        return self._full_state.tensors(purpose, to, problem)
+        return self._full_state.tensors(purpose, to, self._between_steps(purpose))
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Overwrite the model with the state dict of the first rank that has one."""
@@ -615,8 +617,7 @@ class Engine:
 
     def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
         """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""
-        inside = self._between_steps(purpose)
-        problem = problem or inside
+        problem = self._between_steps(purpose, problem)
         if problem is None and self._reducer.has_new_gradients:
             problem = f"{purpose} with gradients that no step has used, {why_not}: call it after step() or zero_grad()"
         records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)

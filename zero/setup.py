@@ -299,8 +299,7 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
 class _NewStates:
     """Makes the states of the buckets of a layout from ``first`` on.
 
-    With offload this is collective: it is an error on every rank if one rank has no room. For parameters that are
-    frozen now no room is reserved.
+    With offload this is collective: it is an error on every rank if one rank has no room.
     """
 
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
@@ -380,8 +379,9 @@ class _NewStates:
         return self._parts.stage.update_interval(bucket, self._parts.shard_group.rank)
 
     def _names(self, bucket: BucketSpec) -> list[str]:
-        """Return the names of the tensors that are kept for a bucket: none for one that may never be updated."""
-        if not self._is_trained(bucket):
+        """Return the names of the tensors for which room is reserved."""
+        backend = self._parts.offload_backend
+        if backend is not None and not (backend.is_for_frozen or self._is_trained(bucket)):
             return []
         inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
         masters = bucket.dtypes.has_master and not (bucket.on_accelerator or bucket.offloaded)

@@ -242,7 +242,8 @@ class MemoryPlan:
             ),
         )
         masters_move = setting.states_on == "disk" and not bucket.on_accelerator
-        room = (high - low) * itemsize if trainable or states.at_construction else 0  # of a tensor that is kept there
+        has_room = trainable or states.at_construction or setting.states_on == "disk"
+        room = (high - low) * itemsize if has_room else 0  # of a tensor that is kept there
         offloaded = states.tensors * room if setting.offload else 0
         offloaded += room if masters_move and bucket.dtypes.has_master else 0
         kept, wide = found.gradients + found.parameters, 0

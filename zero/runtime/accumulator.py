@@ -52,7 +52,7 @@ class GradAccumulator:
         own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied;
         ``home``: the host's memory, in which the sum lies between reductions; None: it stays on the device."""
         self.bucket, self._streams, self._home = bucket, streams, home
-        self._at_home: FlatBuffer | None = None  # the sum there, once there was one
+        self._at_home: FlatBuffer | None = None  # the memory there, of a frozen parameter when there is a sum
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
@@ -81,6 +81,8 @@ class GradAccumulator:
         self._contiguous = all(spec.stride == row_major_stride(spec.shape) for spec in specs)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
         self.missing = 0  # gradients that the backward under way has not brought yet
+        if home is not None and specs[0].trainable:
+            self._sum_at(home)
 
     def _nothing(self) -> tuple[list[Tensor], list[int]]:
         """Return tensors which, concatenated, form an empty contribution, and each slot's index among them.

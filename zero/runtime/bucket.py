@@ -38,8 +38,8 @@ class StoredBucket:
         """Replace each tensor that is kept here, but for gradients, by what ``move`` returns for it."""
         self.weights.apply(move)
 
-    def elsewhere(self) -> list[Tensor]:
-        """Return the memory of what is kept here, on disk or in the host's memory instead of the device's."""
+    def offloaded(self) -> list[Tensor]:
+        """Return the tensors that are offloaded."""
         return self.weights.kept() if self.spec.offloaded else []
 
     def widest(self) -> FlatBuffer:
@@ -105,8 +105,8 @@ class Bucket(StoredBucket):
         super().apply(move)
         self.states.apply(move)
 
-    def elsewhere(self) -> list[Tensor]:
-        found = [*super().elsewhere(), *self.states.kept()]
+    def offloaded(self) -> list[Tensor]:
+        found = [*super().offloaded(), *self.states.kept()]
         if self.spec.offloaded:
             found += [*self.states.master.kept(), *self.grad.tensors()]
         if self.spec.stepped_on_host:

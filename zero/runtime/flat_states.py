@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ from .offload import OffloadedStates
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
 
-class Parameters:
+class SteppedWeights:
     """The weights of one interval that a class steps, 1-D, on a rank that updates them: the parameters themselves."""
 
     def __init__(self, param: Tensor) -> None:
@@ -71,7 +71,7 @@ class Parameters:
         self._param = param
 
     @property
-    def master(self) -> Tensor:
+    def values(self) -> Tensor:
         """The weights that the class steps."""
         return self._param
 
@@ -108,8 +108,7 @@ class Parameters:
         """Note that the master weights were loaded: parameters that are equal to them are kept once."""
 
     def settle(self) -> None:
-        """Note that parameters and master weights were written: they are kept once, as the next step would find them,
-        if a rank keeps but one of the two."""
+        """Let master weights that are kept alone follow what was written beside them, which is then dropped."""
 
     def forget(self) -> None:
         """Drop the master weights: from now on they are equal to the parameters."""
@@ -122,7 +121,7 @@ class Parameters:
         return []
 
 
-class MasterWeights(Parameters):
+class MasterWeights(SteppedWeights):
     """The weights of one interval in the master's dtype.
 
     The model computes with the interval's parameters. If a parameter's element is not equal to its master weight,
@@ -144,7 +143,7 @@ class MasterWeights(Parameters):
         self._dtype, self._master, self._empty = dtype, master, empty
 
     @property
-    def master(self) -> Tensor:
+    def values(self) -> Tensor:
         """The master weights, made from the parameters if they do not exist yet."""
         if self._master is None:
             self._master = self._param.to(self._dtype) if self._empty is None else self._empty().copy_(self._param)
@@ -167,7 +166,7 @@ class MasterWeights(Parameters):
             return self._param.to(self._dtype)
         copied = MasterWeights(self._param, self._dtype, self._master.clone())
         copied.sync_from_param()
-        return copied.master
+        return copied.values
 
     def sync_from_param(self) -> None:
         """Take over the elements that were written into the parameters since the last cast."""
@@ -180,7 +179,7 @@ class MasterWeights(Parameters):
         self._master = None
 
     def casts(self, intervals: Iterable[tuple[int, int]], stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        return [(self._param[b:e], (self.master if stepped is None else stepped)[b:e]) for b, e in intervals]
+        return [(self._param[b:e], (self.values if stepped is None else stepped)[b:e]) for b, e in intervals]
 
 
 class RoundedShard(FlatBuffer):
@@ -323,7 +322,7 @@ class WideCopies:
                 round_into(kept[name][place], self.tensors[name][place], stream, first, spec.shape, spec.stride)
 
 
-def sync_from_params(masters: Sequence[Parameters]) -> None:
+def sync_from_params(masters: Sequence[SteppedWeights]) -> None:
     """Let each take over what was written into its parameters since the last cast."""
     _follow([pair for master in masters for pair in master.compared()])
     for master in masters:
@@ -388,7 +387,7 @@ class BucketStates:
         bucket: BucketSpec,
         parameters: FlatBuffer,
         specs: Sequence[ParameterSpec],
-        master: Parameters | None = None,
+        master: SteppedWeights | None = None,
         store: OffloadedStates | None = None,
         wide: WideCopies | None = None,
     ) -> None:
@@ -409,7 +408,7 @@ class BucketStates:
         self.scalars = [spec.shape == () for spec in specs]
         self._cut = CUT if step_device(bucket) == "cpu" and not self.alone else None
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
-        self.master, self._placement = master or Parameters(parameters.data), parameters.placement
+        self.master, self._placement = master or SteppedWeights(parameters.data), parameters.placement
         grains = [spec.grain for spec in specs]
         self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, grains)
         self.groups = [specs[piece.slot].group for piece in self.pieces]
@@ -422,11 +421,15 @@ class BucketStates:
     @property
     def weights(self) -> Tensor:
         """The weights that are updated, 1-D: the master weights if there are any, else the parameters."""
-        return self.master.master
+        return self.master.values
 
     def over(self, data: Tensor) -> FlatBuffer:
-        """Return a buffer of data with one value for each element of the interval."""
+        """Return a buffer of data over the interval."""
         return FlatBuffer(data, self._placement, self.begin)
+
+    def masters(self) -> FlatBuffer | None:
+        """Return the master weights as they are; None if there are none."""
+        return next(map(self.over, self.master.kept()), None)
 
     def synced_weights(self) -> FlatBuffer:
         """Return the weights with which the next step would begin, in the master's dtype. Changes nothing."""
@@ -435,7 +438,7 @@ class BucketStates:
         self.evict()
         return found
 
-    def write_masters(self, whole: Tensor, slots: Collection[int]) -> None:
+    def write_masters(self, whole: Tensor, slots: Set[int]) -> None:
         """Overwrite the master weights of parameters, in these slots, by those of the whole bucket; the parameters are
         these, rounded."""
         chosen = [piece for piece in self.pieces if piece.slot in slots]

@@ -134,9 +134,11 @@ class OffloadBackend:
     """The memory in which the states of buckets are kept. Each rank has its own; nothing here is collective.
 
     ``is_copied_ahead``: a device may copy states before they are needed, asynchronously, without the host waiting.
+    ``is_for_frozen``: room is reserved also for parameters that are frozen.
     """
 
     is_copied_ahead: ClassVar[bool]
+    is_for_frozen: ClassVar[bool]
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return a 1-D tensor of zeros, from reserved memory if there is any left."""
@@ -156,13 +158,13 @@ class OffloadBackend:
 
 
 class HostOffload(OffloadBackend):
-    """Pinned memory of the host, from which a GPU copies asynchronously, in one block for all that is reserved at once.
+    """Pinned memory of the host, from which a GPU copies asynchronously. One call of `reserve` makes one block.
 
     Torch's allocator of pinned memory rounds each tensor up to a power of two. So a block is ordinary memory that is
     pinned as it is (`cudaHostRegister`), until this object is gone and the device has copied what it had to.
     """
 
-    is_copied_ahead = True
+    is_copied_ahead, is_for_frozen = True, False
 
     def __init__(self, device: torch.device) -> None:
         """``device``: which copies from here and back."""
@@ -183,7 +185,8 @@ class HostOffload(OffloadBackend):
     def start_over(self, wanted: Iterable[tuple[int, torch.dtype]]) -> bool:
         """Return True if there is room for these tensors. Earlier ones may then be overwritten."""
         self._left = [*self._blocks]
-        return sum(_aligned(numel, dtype) for numel, dtype in wanted) <= sum(block.nbytes for block in self._blocks)
+        nbytes = sum(_aligned(numel, dtype) for numel, dtype in wanted)
+        return any(block.nbytes >= nbytes for block in self._blocks)
 
     def _pin(self, block: Tensor) -> None:
         runtime = cast(Any, torch.cuda).cudart()  # torch's function has no annotation
@@ -236,6 +239,7 @@ class DiskOffload(OffloadBackend):
     """A file of this rank alone, in which tensors lie one after another, each on pages of its own."""
 
     is_copied_ahead = False  # a copy would wait for the disk, and the host for the copy
+    is_for_frozen = True  # a full disk is an error at construction
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         """Create the file in ``folder``. Raises `ValueError` if that does not exist or cannot be written."""

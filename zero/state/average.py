@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -181,7 +182,9 @@ class ShardedAverage:
         found: list[tuple[int, str, Tensor]] = []
         for bucket in self._buckets():
             tag = Tag(Kind.GATHER, f"average {self.name}"[:70], index=bucket.spec.index)
-            whole = whole_of(self.values(bucket), bucket.spec, to, self._all.transport, self._all.shard_group, tag)
+            whole = whole_of(
+                partial(self.values, bucket), bucket.spec, to, self._all.transport, self._all.shard_group, tag
+            )
             if whole is not None:
                 for slot, spec in zip(bucket.spec.slots, bucket.specs, strict=True):
                     found.append((spec.index, spec.name, strided(whole, slot.offset, spec.shape, spec.stride).clone()))

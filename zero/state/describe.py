@@ -152,7 +152,7 @@ def describe(
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        _bytes(tensor for bucket in stored for tensor in bucket.elsewhere()),
+        _bytes(tensor for bucket in stored for tensor in bucket.offloaded()),
         spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,
@@ -207,4 +207,8 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, each counted once: they may lie beside others in blocks of memory."""
-    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        nbytes = min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one has fewer than elements
+        found[tensor.data_ptr()] = max(nbytes, found.get(tensor.data_ptr(), 0))
+    return sum(found.values())

@@ -150,7 +150,7 @@ class FullState:
 
     def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
         """Return a bucket's elements on the ranks that get them; None elsewhere."""
-        held = bucket.widest() if masters else bucket.weights.values()
+        held = bucket.widest if masters else bucket.weights.values
         return whole_of(held, bucket.spec, to, self._transport, self._shard_group, tag)
 
     # -- from the host ------------------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ class FullState:
             broadcast(self._transport, [whole], source)
             bucket.write(whole)
             if isinstance(bucket, Bucket):
-                slots = [n for n, slot in enumerate(bucket.spec.slots) if slot.parameter in wide]
+                slots = {n for n, slot in enumerate(bucket.spec.slots) if slot.parameter in wide}
                 bucket.states.write_masters(whole, slots)
         beside = self._beside_buckets()
         if fitted is not None:

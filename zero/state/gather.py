@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,13 +132,13 @@ def gather(
         states.wait_for_copies()
         for number, (name, dtype) in enumerate(sorted(names.items())):
             if name == _MASTER:
-                part = states.synced_weights().data
+                part = states.master.synced()
             elif name in states.flat:
                 part = states.flat[name].data
             else:
                 part = torch.zeros(states.end - states.begin, dtype=DTYPES[dtype], device=spec.device)
             of_name = one(name, spec.index * 1000 + number)
-            whole = whole_of(states.over(part), spec, to, transport, shard_group, of_name, control=True)
+            whole = whole_of(partial(states.over, part), spec, to, transport, shard_group, of_name, control=True)
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
@@ -203,8 +204,8 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
 
 
 def receivers_of(to: int | None, transport: Transport, shard_group: Transport) -> range:
-    """Return the numbers in ``shard_group`` of those that get what goes to rank ``to``: all if it is None, and none if
-    rank ``to`` has another copy. ``transport``: all ranks."""
+    """Return which ranks of ``shard_group`` receive what is sent to rank ``to`` of ``transport``: one of them, none if
+    that rank is in another replica, or all if it is None."""
     ranks = shard_group.world_size
     if to is None:
         return range(ranks)
@@ -213,7 +214,7 @@ def receivers_of(to: int | None, transport: Transport, shard_group: Transport) -
 
 
 def whole_of(
-    held: FlatBuffer,
+    held: Callable[[], FlatBuffer],
     bucket: BucketSpec,
     to: int | None,
     transport: Transport,
@@ -222,12 +223,17 @@ def whole_of(
     *,
     control: bool = False,
 ) -> Tensor | None:
-    """Return all elements of a bucket, of which each rank has ``held``, on the ranks that get them: see `receivers_of`.
-    None elsewhere. Collective. On a rank that has all of them, they are its own memory."""
+    """Return all elements of a bucket on rank ``to``, or on every rank if it is None; None elsewhere. Collective.
+
+    ``held`` returns what this rank has of them: if that is all, the result may be the same memory.
+    """
     receivers = receivers_of(to, transport, shard_group)
-    if held.placement is Placement.WHOLE or shard_group.world_size == 1:
-        return held.data if shard_group.rank in receivers else None
-    return gather_to(held.data, bucket.cuts, shard_group, receivers, tag, control=control) if receivers else None
+    if not receivers:  # other ranks hold the same, and send it
+        return None
+    here = held()
+    if here.placement is Placement.WHOLE or shard_group.world_size == 1:
+        return here.data if shard_group.rank in receivers else None
+    return gather_to(here.data, bucket.cuts, shard_group, receivers, tag, control=control)
 
 
 def _facts(tensor: Tensor) -> tuple[Any, ...]:

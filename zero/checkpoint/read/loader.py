@@ -484,8 +484,8 @@ class Loader:
                 bucket.states.snapshot()
                 if all(self.fit.numel(stored) == math.prod(stored.shape) for stored in here):
                     bucket.states.master.forget()
-                for kept in bucket.states.master.kept():  # some of them stay
-                    self._fill(number, MASTERS, bucket.states.over(kept))
+                if (masters := bucket.states.masters()) is not None:  # some of them stay
+                    self._fill(number, MASTERS, masters)
             if with_states:
                 self._old = dict(bucket.states.flat)
                 bucket.states.flat.clear()
@@ -541,6 +541,7 @@ class Loader:
         if number not in self._contents.updated or not dtypes.has_master:
             self._expect(stored, number, bucket, folder, widest, WEIGHTS, bucket.weights)
             return
+        self._fill(number, WEIGHTS, bucket.weights)  # by what is read, or by master weights, rounded
         if has_dtype:
             self._expect(stored, number, bucket, MODEL, narrow, WEIGHTS, bucket.weights)
             if widest is narrow:
@@ -622,7 +623,7 @@ class Loader:
 
     def _begin_averages(self, number: int, bucket: Bucket) -> None:
         """Let the averages of what the checkpoint lacks be the weights."""
-        weights = next(map(bucket.states.over, bucket.states.master.kept()), bucket.weights)
+        weights = bucket.states.masters() or bucket.weights
         for name in self.fit.averages:
             room, begun = self._contents.averages.by_name[name].room(bucket), self.fit.new_averages.get(name, ())
             self._fill(number, f"{AVERAGE} {name}", room)

@@ -437,7 +437,8 @@ class Capture:
         """Note the master weights, as a step would begin with them: they follow the parameters of this moment."""
         states, dtypes = bucket.states, bucket.spec.dtypes
         parameters = self.staged[WEIGHTS, number].view(dtypes.param_dtype)
-        wide = next((states.over(kept).interval(low, high).cpu() for kept in states.master.kept()), None)
+        masters = states.masters()
+        wide = None if masters is None else masters.interval(low, high).cpu()
         now = MasterWeights(parameters, dtypes.master_dtype, wide)
         self.live[MASTERS, number] = (number, lambda: as_bytes(now.synced()))
 
@@ -486,7 +487,7 @@ def _held(contents: Contents, tensor: BucketTensor) -> FlatBuffer:
     """Return what this rank holds of the bucket: weights, states of a name, or master weights."""
     bucket = contents.buckets[tensor.place[0]]
     if tensor.kind == MASTERS:
-        return bucket.states.synced_weights()
+        return bucket.states.over(bucket.states.master.synced())
     found = contents.flats(tensor.place[0]).get(tensor.kind)
     if found is not None:
         return found
