@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -110,33 +109,9 @@ def _plain(state: PieceState) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
-class DivisionRule(ABC):
-    """How a tensor of a state is divided where its parameter is."""
-
-    @abstractmethod
-    def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """Return the whole value of a parameter of this ``shape``, given those of its pieces."""
-
-    @abstractmethod
-    def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
-        """Return the value of the elements ``[begin, end)`` of ``numel``, given that of all. It may share memory."""
-
-    @abstractmethod
-    def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
-        """Return the shape of the whole value, given that of a piece of ``numel`` elements."""
-
-    @abstractmethod
-    def fits(self, value: Tensor, numel: int) -> bool:
-        """Return whether a whole value may be that of a parameter of ``numel`` elements."""
-
-    @abstractmethod
-    def before(self, value: Tensor, first: int) -> int:
-        """Return how many elements the whole value has before that of the piece that begins at element ``first``."""
-
-
 @dataclass(frozen=True)
-class BlockRule(DivisionRule):
-    """Of a parameter that is cut between blocks of elements.
+class BlockRule:
+    """How a tensor of a state is divided, if its parameter is cut between blocks of elements.
 
     Attributes:
         per: the elements of the parameter for each of its values.
@@ -147,30 +122,35 @@ class BlockRule(DivisionRule):
     shaped: bool
 
     def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """Return the whole value of a parameter of this ``shape``, given those of its pieces."""
         return torch.cat([v.reshape(-1) for v in values]).view(*shape) if self.shaped else torch.cat([*values])
 
     def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
+        """Return the value of the elements ``[begin, end)`` of ``numel``, given that of all. It may share memory."""
         last = value.numel() if end == numel else end // self.per
         flat = value.reshape(-1)[begin // self.per : last]
         return flat if self.shaped else flat.view(-1, *value.shape[1:])
 
     def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape of the whole value, given that of a piece of ``numel`` elements."""
         if self.shaped:
             return shape
         added = (-(-math.prod(shape) // self.per) - value.numel()) // math.prod(value.shape[1:])
         return (value.shape[0] + added, *value.shape[1:])  # the other pieces consist of whole blocks
 
     def fits(self, value: Tensor, numel: int) -> bool:
+        """Return whether a whole value may be that of a parameter of ``numel`` elements."""
         return value.numel() == -(-numel // self.per)
 
     def before(self, value: Tensor, first: int) -> int:
+        """Return how many elements the whole value has before that of the piece that begins at element ``first``."""
         return first // self.per
 
 
 @dataclass(frozen=True)
-class StackRule(DivisionRule):
-    """The rule of a parameter that is stepped block by block: states as large as a block are joined to the parameter's
-    shape, and others are stacked.
+class StackRule:
+    """As `BlockRule`, of a parameter that is stepped block by block: states as large as a block are joined to the
+    parameter's shape, and others are stacked.
 
     Attributes:
         shape: of the parameter.
@@ -204,7 +184,9 @@ class StackRule(DivisionRule):
         return tuple(value.shape) == self.shape
 
 
-Rules = Mapping[str, DivisionRule]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
+Rules = Mapping[
+    str, BlockRule | StackRule
+]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
 
 
 def merged(rules: Mapping[str, BlockRule], more: Mapping[str, BlockRule]) -> dict[str, BlockRule]:

@@ -9,12 +9,10 @@
 Files are read in their order, each block once, by several threads, and compared with its checksum again. Where every
 rank has the whole of a bucket, the shards are gathered.
 
-Whether a checkpoint is one of this model and this optimizer, and what it has for each parameter.
+A checkpoint may differ from the model in names, in rows, in precision, and in tensors that only one of the two has, as
+far as the caller allows it (`Differences`). `Fit` says what it has for each parameter.
 
-In what a checkpoint may differ from the model: names, tensors that only one of the two has, and rows.
-
-Knows: which saved tensor becomes which weights and states, also at another precision; in what a checkpoint may differ
-from the model. Does not know: which checkpoint is chosen, how ranks agree.
+Does not know: which checkpoint is chosen, how ranks agree.
 """
 
 from __future__ import annotations

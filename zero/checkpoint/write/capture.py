@@ -1,9 +1,5 @@
-"""The plan of a save on one rank, and the values of one moment for it: copies, and the memory that a step will change.
-
-Of parameters and scalars a rank takes a copy, of optimizer states and master weights the memory itself, which
-`Snapshot` guards.
-
-The values of one moment, while the memory that holds them goes on to change: what a save writes from.
+"""The plan of a save on one rank (`WritePlan`), and the values of one moment for it (`Capture`, `Snapshot`), while the
+memory that holds them goes on to change.
 
     source      staged at `save`      a copy: parameters (a user may edit them at any time), scalars, the caller's state
                 live                  the memory itself: optimizer states and master weights, which only a step changes
@@ -14,10 +10,9 @@ The values of one moment, while the memory that holds them goes on to change: wh
 
 So a step never waits for the disk.
 
-The plan of a save on one rank: the files, which bytes of them this rank writes, and from which memory.
-
-Nothing here depends on a value but the options of param groups, which are in the headers of `optimizer/`. So a plan
-serves the next save, too, unless the model or the kinds of its states have changed: `Saver` has the rule.
+The plan says which bytes of which files this rank writes, and from which memory. It depends on no value but the options
+of param groups, which are in the headers of `optimizer/`. So it serves the next save, too, unless the model or the
+kinds of its states have changed: `Saver` has the rule.
 
     source               memory of this rank
     (WEIGHTS, n)         the parameters of bucket n
