@@ -77,8 +77,9 @@ def built(model: Callable[[], Any], arguments: Any, group: Any) -> None:
 
 
 def texts(errors: list[str]) -> dict[str, Any]:
-    """Return the record of errors, without addresses of objects."""
-    return {f"rank {rank}": re.sub("0x[0-9a-f]+", "0x", error) for rank, error in enumerate(errors)}
+    """Return the record of errors, without addresses of objects and the folder of this side."""
+    here = str(Path.cwd())
+    return {f"rank {rank}": re.sub("0x[0-9a-f]+", "0x", error.replace(here, "")) for rank, error in enumerate(errors)}
 
 
 def trained(run: str) -> dict[str, Any]:
@@ -93,7 +94,7 @@ def trained(run: str) -> dict[str, Any]:
     )
     if done.returncode != 0:
         return {ERROR: f"code {done.returncode}: {' / '.join((done.stdout + done.stderr).strip().splitlines()[-5:])}"}
-    found: dict[str, Any] = lasting(json.loads(written.read_text()))
+    found: dict[str, Any] = lasting(json.loads(written.read_text().replace(str(Path.cwd()), "")))
     return found
 
 

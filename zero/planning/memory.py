@@ -242,7 +242,7 @@ class MemoryPlan:
             ),
         )
         masters_move = setting.states_on == "disk" and not bucket.on_accelerator
-        has_room = trainable or states.at_construction or setting.states_on == "disk"
+        has_room = trainable or exist or setting.states_on == "disk"
         room = (high - low) * itemsize if has_room else 0  # of a tensor that is kept there
         offloaded = states.tensors * room if setting.offload else 0
         offloaded += room if masters_move and bucket.dtypes.has_master else 0

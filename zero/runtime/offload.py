@@ -200,10 +200,8 @@ class HostOffload(OffloadBackend):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = _aligned(numel, dtype)
-        if not nbytes:
-            return torch.empty(0, dtype=dtype, device="cpu")
         if not any(left.nbytes >= nbytes for left in self._left):
-            self.reserve([(numel, dtype)])  # for a state that was not known at construction
+            self.reserve([(max(1, numel), dtype)])  # for a state that was not known at construction
         number = max(n for n, left in enumerate(self._left) if left.nbytes >= nbytes)  # reserved last, for these
         found, self._left[number] = self._left[number][:nbytes], self._left[number][nbytes:]
         return found[: numel * dtype.itemsize].view(dtype)
