@@ -31,6 +31,7 @@ from .core.buckets import extended
 from .core.grain import stacked
 from .core.layout import BucketSpec, Layout, ParameterSpec
 from .core.parameter_specs import FLOATS, check_buffers, check_one_device, is_laid_out, specs
+from .core.rounding import RoundedDtypes
 from .core.stage import Placement, why_one_device
 from .core.units import check_modules
 from .gradients.hooks import check_free, check_no_gradients
@@ -337,7 +338,9 @@ class _NewStates:
         store, group = self._stores.get(spec.index), self._step_groups[spec.index]
         if group not in self._instances:
             self._instances[group] = classes[number].instance(next(alike, None))
-        copies = WideCopies.of(self._parts.rounding, spec, bucket.specs, weights.begin)
+        copies = None
+        if self._parts.rounding is not None and isinstance(spec.dtypes, RoundedDtypes):
+            copies = WideCopies(self._parts.rounding, spec, bucket.specs, weights.begin)
         states = BucketStates(self._instances[group], spec, weights, bucket.specs, master, store, copies)
         classes[number].create_states(states, classes.groups_of(number, self._groups), later=self._later)
         states.evict()

@@ -41,7 +41,7 @@ from collectives.kernels import kernels_of
 
 from ..core.bits import INTEGERS, host_readable, same_bits, strided
 from ..core.layout import BucketSpec, ParameterSpec, Piece
-from ..core.rounding import NARROW, WEIGHTS, WIDE, RoundedDtypes, StochasticRounding, Stream, round_into
+from ..core.rounding import NARROW, WEIGHTS, WIDE, StochasticRounding, Stream, round_into
 from ..core.runs import (
     CUT,
     PieceState,
@@ -283,15 +283,6 @@ class WideCopies:
         """``specs``: of each slot's parameter; ``begin``: the number of the interval's first element in the bucket."""
         self._rounding, self._bucket, self._specs, self._begin = rounding, bucket, specs, begin
         self.tensors: dict[str, Tensor] = {}
-
-    @classmethod
-    def of(
-        cls, rounding: StochasticRounding | None, bucket: BucketSpec, specs: Sequence[ParameterSpec], begin: int
-    ) -> WideCopies | None:
-        """Return the copies of an interval; None if nothing of it is rounded."""
-        if rounding is None or not isinstance(bucket.dtypes, RoundedDtypes):
-            return None
-        return cls(rounding, bucket, specs, begin)
 
     def widen(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return copies of what is in bf16, and the other tensors themselves."""
