@@ -85,6 +85,17 @@ def test_it_is_on_one_rank_in_memory_of_its_own_with_ties_and_strides(stage: int
     run(3, save)
 
 
+def test_buffers_are_loaded_from_the_rank_that_has_the_dict() -> None:
+    def load(transport: Transport) -> None:
+        model, optimizer = trained(transport, 2)
+        found = optimizer.full_state_dict(to=1)
+        model.offset.fill_(7.0)
+        optimizer.load_full_state_dict(found)
+        assert_same_bits(model.offset, torch.full_like(model.offset, 1.0), "of rank 1")
+
+    on_threads(3, load)
+
+
 @pytest.mark.parametrize(("stage", "ranks"), rows([(3, 4)], [(2, 3), (3, 1)]))
 def test_what_is_sent_are_the_shards_of_the_other_ranks(stage: int, ranks: int) -> None:
     def program(transport: Transport) -> list[int]:
