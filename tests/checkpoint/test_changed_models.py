@@ -220,6 +220,13 @@ def test_master_weights_have_old_rows_as_they_were_saved_and_new_ones_of_the_mod
             expected = fresh[name] if source is None else with_rows(source, fresh[name])
             assert_same_bits(optimizer.full_master(p).float(), expected, name)
             assert_same_bits(p.detach(), expected.to(p.dtype), f"{name} on each rank")
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()["state"]
+        for index, (name, p) in enumerate(named.items()):
+            old = kept.get(name.replace("body", "inner"))
+            for value in states[index].values() if index in states and old is not None else ():
+                if value.shape == p.shape and p.shape != old.shape:
+                    assert not value[len(old) :].count_nonzero(), "new rows begin at 0, whatever was there"
 
     for world in (1, 2, 3):
         on_threads(world, program)
