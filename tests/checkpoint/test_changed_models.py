@@ -219,7 +219,7 @@ def test_master_weights_have_old_rows_as_they_were_saved_and_new_ones_of_the_mod
             source = None if name == "other" else kept.get(name.replace("body", "inner"))
             expected = fresh[name] if source is None else with_rows(source, fresh[name])
             assert_same_bits(optimizer.full_master(p).float(), expected, name)
-            assert_same_bits(p.detach(), expected.to(p.dtype), f"{name} on each rank")
+            assert_same_bits(p.detach(), expected.to(p.dtype), f"{name} on rank {transport.rank}")
         optimizer.consolidate_state_dict(None)
         states = optimizer.state_dict()["state"]
         for index, (name, p) in enumerate(named.items()):

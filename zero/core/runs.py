@@ -184,9 +184,8 @@ class StackRule:
         return tuple(value.shape) == self.shape
 
 
-Rules = Mapping[
-    str, BlockRule | StackRule
-]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
+# By the state's name, "state" or "state.tensor inside it". Other states are not divided.
+Rules = Mapping[str, BlockRule | StackRule]
 
 
 def merged(rules: Mapping[str, BlockRule], more: Mapping[str, BlockRule]) -> dict[str, BlockRule]:

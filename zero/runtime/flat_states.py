@@ -430,8 +430,8 @@ class BucketStates:
         return found
 
     def write_masters(self, whole: Tensor, slots: Set[int]) -> None:
-        """Overwrite the master weights of parameters, in these slots, by those of the whole bucket; the parameters are
-        these, rounded."""
+        """Overwrite the master weights of the parameters in these slots. ``whole``: of the bucket, 1-D. The parameters
+        must have been overwritten by the same values, rounded."""
         chosen = [piece for piece in self.pieces if piece.slot in slots]
         if chosen and self.bucket.dtypes.has_master:
             self.wait_for_copies()
