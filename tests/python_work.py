@@ -141,19 +141,21 @@ def _optimizer(model: nn.Module, shape: Shape, stage: int | None, transport: Tra
     return optimizer, lambda: optimizer.clip_grad_norm_(1.0)
 
 
+@cache
 def _counts(world: int, stage: int | None, shape: Shape) -> list[int]:
     counter = _Counter()
 
     def train(transport: Transport) -> None:
         is_last = transport.rank == world - 1
-        if not is_last:
-            sys.settrace(None)
-            sys.setprofile(None)
+        sys.settrace(None)
+        sys.setprofile(None)
         model = nn.Sequential(*(_Unit(shape.parameters) for _ in range(shape.units)))
         optimizer, clip = _optimizer(model, shape, stage, transport)
         for number in range(WARM + 1):
-            if is_last:
-                counter.counting = number == WARM
+            if is_last and number == WARM:
+                counter.counting = True
+                sys.settrace(counter.called)
+                sys.setprofile(counter.profiled)
             model(torch.ones(WIDTH)).sum().backward()
             clip()
             optimizer.step()

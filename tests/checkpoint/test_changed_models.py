@@ -232,6 +232,38 @@ def test_master_weights_have_old_rows_as_they_were_saved_and_new_ones_of_the_mod
         on_threads(world, program)
 
 
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("before", "after"), [(None, BF16), (BF16, None)], ids=["to bf16", "to fp32"])
+def test_another_precision_goes_on_as_if_constructed_from_the_widest_weights(
+    before: Any, after: Any, tmp_path: Path
+) -> None:
+    saved(tmp_path / "saved", lr=0.01, stage=3, mixed_precision=before)
+    opened = open_checkpoint(tmp_path / "saved")
+    widest = {**opened.model_state_dict(), **opened.masters()}
+    states = opened.optimizer_state_dict()
+    names = [name for group in states["param_groups"] for name in group["param_names"]]
+    states["masters"] = {i: widest[name] for i, name in enumerate(names)} if after else {}
+
+    def constructed() -> Net:
+        model = Net()
+        model.load_state_dict(widest)
+        return model
+
+    def program(transport: Transport, *, stage: int, anew: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        model, optimizer = made(transport, constructed if anew else Net, 1, stage, lr=0.01, mixed_precision=after)
+        if anew:
+            optimizer.load_state_dict(copy.deepcopy(states))
+        else:
+            load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, transport, range(STEPS, 2 * STEPS))
+        return weights_of(optimizer), states_of(optimizer)
+
+    expected = on_threads(1, functools.partial(program, stage=0, anew=True))[0]
+    for world, stage in ((1, 0), (3, 3)):
+        for found in on_threads(world, functools.partial(program, stage=stage, anew=False)):
+            assert_same_value(found, expected, f"{world} ranks, stage {stage}")
+
+
 def test_param_groups_that_are_others_keep_their_options_and_a_class_has_its_own_states(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
 
