@@ -22,7 +22,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -37,9 +37,7 @@ from ...core.rounding import STEPS
 from ...core.runs import PieceState, lies_flat, part_of
 from ...core.stage import Placement, step_device
 from ...core.statetree import BLOCKS, DTYPES, N_AVERAGED, NO_OPTIONS, decode_states, encode_inline, tensor_names
-from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
-from ...runtime.flat_states import BucketStates
 from ...state.plain_dicts import fitted, scalar_state
 from ...step.arguments import same
 from ...step.classes import TRAIN_MODE
@@ -443,263 +441,204 @@ def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:
 _SCALARS = ("scalars", 0)
 
 
-class Loader:
-    """The loading of one checkpoint into one optimizer, on one rank."""
+@dataclass(frozen=True, eq=False)
+class _Reading:
+    """What the buckets of one loading have in common, on one rank.
 
-    def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
-        """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
-        self._contents, self._checkpoint, self.fit, self._with_states = contents, checkpoint, fit, with_states
+    Attributes:
+        parts: what is read.
+        scalars: the bytes of states that do not lie flat, of all buckets, one after the other.
+        later: what follows when everything was read.
+    """
+
+    contents: Contents
+    checkpoint: Checkpoint
+    fit: Fit
+    with_states: bool
+    parts: PartReader
+    scalars: bytearray = field(default_factory=bytearray)
+    later: list[Callable[[], None]] = field(default_factory=list)
+
+
+class _BucketReading:
+    """The loading of one bucket, on one rank: `begin`, then all is read, then `finish`."""
+
+    def __init__(self, reading: _Reading, number: int, stored: Sequence[StoredTensor]) -> None:
+        """``number``: of the bucket in `Contents.buckets`; ``stored``: the tensors in it."""
+        contents = reading.contents
+        self._reading, self._fit, self._number = reading, reading.fit, number
+        self._bucket = bucket = contents.buckets[number]
         self._rank = contents.parts.shard_group.rank
-        self._parts = PartReader(checkpoint)
-        self._old: dict[str, FlatBuffer] = {}  # memory of the states of the bucket that is begun
-        self._later: list[Callable[[], None]] = []  # what follows when everything was read
-        self._scalars = bytearray()  # of all pieces, one after the other
-        self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
-        self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
-        self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
-        self._filled: dict[int, dict[str, FlatBuffer]] = {}  # what is read, by bucket and kind
-        self._pieces = [
-            {piece.slot: piece for piece in bucket.spec.pieces(*self._interval(bucket))} for bucket in contents.buckets
-        ]
-        self._saved_ends = {  # of each slot, the element of its bucket behind the last one that was saved
-            stored.place: contents.buckets[stored.place[0]].spec.slots[stored.place[1]].offset + fit.numel(stored)
-            for stored in contents.model
-            if stored.place is not None
-        }
+        self._is_updated = number in contents.updated
+        self._with_states = reading.with_states and self._is_updated
+        self._interval = bucket.spec.owned(self._rank)  # the elements that this rank reads
+        self._pieces = {piece.slot: piece for piece in bucket.spec.pieces(*self._interval)}
+        self._stored = {each.place[1]: each for each in stored if each.place is not None}  # by slot
+        self._places: dict[int, dict[str, tuple[int, TensorEntry]]] = {}  # of what does not lie flat, by slot and name
+        self._wide: set[int] = set()  # the slots whose master weights are read
+        self._rounded: set[int] = set()  # those whose parameters are these, rounded
+        self._filled: dict[str, FlatBuffer] = {}  # of which this rank's interval gets values, by kind
 
-    def load(self) -> None:
-        """Read everything. Collective."""
-        contents = self._contents
-        stored_in: dict[int, list[StoredTensor]] = {}
-        for stored in contents.model:
-            if stored.place is not None:
-                stored_in.setdefault(stored.place[0], []).append(stored)
-        for number, bucket in enumerate(contents.buckets):
-            with_states = self._with_states and number in contents.updated
-            here = stored_in.get(number, ())
-            if number in contents.updated:
-                bucket.states.wait_for_copies()
-                bucket.states.snapshot()
-                if all(self.fit.numel(stored) == math.prod(stored.shape) for stored in here):
-                    bucket.states.master.forget()
-                if (masters := bucket.states.masters()) is not None:  # some of them stay
-                    self._fill(number, MASTERS, masters)
-            if with_states:
-                self._old = dict(bucket.states.flat)
-                bucket.states.flat.clear()
-            for stored in here:
-                if stored.name not in self.fit.model:
-                    continue
-                self._expect_weights(stored, number, bucket)
-                if with_states:
-                    self._expect_states(stored, number, bucket)
-                    self._expect_averages(stored, number, bucket)
-        self._read()
-        for action in self._later:
-            action()
-        for number, bucket in enumerate(contents.buckets):
-            self._finish(number, bucket)
-            if self._with_states and number in contents.updated:
-                self._set_states(number, bucket, stored_in.get(number, ()))
-        for stored in contents.model:
-            if stored.tensor is not None and stored.name in self.fit.model:
-                values = self._checkpoint.read(*self.fit.model[stored.name])
-                if stored.name in self.fit.resized:
-                    rows = min(len(values), len(stored.tensor))
-                    stored.tensor[:rows].copy_(values[:rows])
-                else:
-                    stored.tensor.copy_(values)
-        shared: dict[int, Any] = {}  # id of a tensor in live groups, which they may share -> the one loaded for it
-        for group, options in zip(contents.groups, self.fit.groups, strict=False):
-            for key, value in options.items():
-                live = group.get(key)
-                if isinstance(live, Tensor) and same(value, first := shared.setdefault(id(live), value)):
-                    options[key] = first
-            group.pop(STEPS, None)
-            group.update(options)
+    def begin(self) -> None:
+        """Say what is read. The states of before are gone."""
+        states, old = self._bucket.states, dict[str, FlatBuffer]()
+        if self._is_updated:
+            states.wait_for_copies()
+            states.snapshot()
+            if all(self._fit.numel(stored) == math.prod(stored.shape) for stored in self._stored.values()):
+                states.master.forget()
+            if (masters := states.masters()) is not None:
+                self._filled[MASTERS] = masters  # some of them stay
         if self._with_states:
-            self._begin_states(stored_in)
-        for number, names in self.fit.elementwise.items():
-            contents.parts.classes[number].note_elementwise(names)
-        for name, average in contents.averages.by_name.items() if self._with_states else ():
-            saved = self.fit.averages.get(name, {}).get(N_AVERAGED)
-            count = 1 if name in self.fit.averages else 0  # averages that were imported have no count
-            average.n_averaged = count if saved is None else int(self._checkpoint.read(*saved))
+            old, states.flat = states.flat, {}
+        for slot, stored in self._stored.items():
+            if stored.name in self._fit.model:
+                self._expect_weights(slot, stored)
+                if self._with_states:
+                    self._expect_states(slot, stored, old)
+                    self._expect_averages(slot, stored)
 
     # -- which saved tensor becomes what ------------------------------------------------------------------------------
 
-    def _interval(self, bucket: Bucket) -> tuple[int, int]:
-        """Return the elements of a bucket that this rank reads."""
-        return bucket.spec.owned(self._rank)
-
-    def _expect_weights(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
-        dtypes, narrow, widest = bucket.spec.dtypes, self.fit.model[stored.name], self.fit.widest(stored)
-        has_dtype = DTYPES[narrow[1].dtype] is dtypes.param_dtype
-        folder = MODEL if widest is narrow else MASTERS
-        if number not in self._contents.updated or not dtypes.has_master:
-            self._expect(stored, number, bucket, folder, widest, WEIGHTS, bucket.weights)
+    def _expect_weights(self, slot: int, stored: StoredTensor) -> None:
+        bucket, narrow, widest = self._bucket, self._fit.model[stored.name], self._fit.widest(stored)
+        dtypes, folder = bucket.spec.dtypes, MODEL if widest is narrow else MASTERS
+        if not self._is_updated or not dtypes.has_master:
+            self._expect(slot, folder, widest, WEIGHTS, bucket.weights)
             return
-        self._fill(number, WEIGHTS, bucket.weights)  # by what is read, or by master weights, rounded
+        has_dtype = DTYPES[narrow[1].dtype] is dtypes.param_dtype
+        self._filled[WEIGHTS] = bucket.weights  # by what is read, or by master weights, rounded
         if has_dtype:
-            self._expect(stored, number, bucket, MODEL, narrow, WEIGHTS, bucket.weights)
+            self._expect(slot, MODEL, narrow, WEIGHTS, bucket.weights)
             if widest is narrow:
                 return  # the master weights are equal to the parameter
-        wide = bucket.states.over(bucket.states.weights)
-        self._expect(stored, number, bucket, folder, widest, MASTERS, wide)
-        assert stored.place is not None
-        self._wide.setdefault(number, set()).add(stored.place[1])
+        self._expect(slot, folder, widest, MASTERS, bucket.states.over(bucket.states.weights))
+        self._wide.add(slot)
         if not has_dtype:
-            self._rounded.setdefault(number, set()).add(stored.place[1])
+            self._rounded.add(slot)
 
-    def _expect_states(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
-        assert stored.place is not None
-        states, slot = bucket.states, stored.place[1]
-        for name, saved in self.fit.states.get(stored.name, {}).items():
-            if self.fit.lies_flat(name, saved, stored, bucket.specs[slot]):
-                follows = saved[1].dtype == self.fit.widest(stored)[1].dtype
-                dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
-                flat = self._flat(states, name, dtype)
-                self._expect(stored, number, bucket, OPTIMIZER, saved, f"{STATE} {name}", flat)
+    def _expect_states(self, slot: int, stored: StoredTensor, old: Mapping[str, FlatBuffer]) -> None:
+        """``old``: the memory that states had, by name."""
+        states, reading = self._bucket.states, self._reading
+        for name, saved in self._fit.states.get(stored.name, {}).items():
+            if self._fit.lies_flat(name, saved, stored, self._bucket.specs[slot]):
+                follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
+                dtype = self._bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
+                if name not in states.flat and name in old and old[name].data.dtype is dtype:
+                    states.flat[name] = old[name]
+                flat = states.flat[name] if name in states.flat else states.allocate(name, dtype)
+                self._expect(slot, OPTIMIZER, saved, f"{STATE} {name}", flat)
             elif states.pieces_of(slot):
-                place = len(self._scalars)
-                self._places.setdefault((number, slot), {})[name] = (place, saved[1])
-                self._parts.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
-                self._scalars += bytes(saved[1].nbytes)
+                place = len(reading.scalars)
+                self._places.setdefault(slot, {})[name] = (place, saved[1])
+                reading.parts.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
+                reading.scalars.extend(bytes(saved[1].nbytes))
 
-    def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
-        for name, tensors in self.fit.averages.items():
+    def _expect_averages(self, slot: int, stored: StoredTensor) -> None:
+        for name, tensors in self._fit.averages.items():
             if stored.name in tensors:
-                room, folder = self._contents.averages.by_name[name].room(bucket), averages_folder(name)
-                self._expect(stored, number, bucket, folder, tensors[stored.name], f"{AVERAGE} {name}", room)
+                room = self._reading.contents.averages.by_name[name].room(self._bucket)
+                self._expect(slot, averages_folder(name), tensors[stored.name], f"{AVERAGE} {name}", room)
 
-    def _flat(self, states: BucketStates, name: str, dtype: torch.dtype) -> FlatBuffer:
-        """Return the memory of a state: that which it had, if it fits."""
-        if name not in states.flat:
-            old = self._old.get(name)
-            states.flat[name] = old if old is not None and old.data.dtype is dtype else states.allocate(name, dtype)
-        return states.flat[name]
-
-    def _fill(self, number: int, kind: str, flat: FlatBuffer) -> None:
-        """Note that this rank's interval of what it holds of a bucket gets values."""
-        self._filled.setdefault(number, {})[kind] = flat
-
-    def _expect(
-        self, stored: StoredTensor, number: int, bucket: Bucket, folder: str, saved: Saved, kind: str, flat: FlatBuffer
-    ) -> None:
+    def _expect(self, slot: int, folder: str, saved: Saved, kind: str, flat: FlatBuffer) -> None:
         """Read this rank's piece of a saved tensor into what it holds of the bucket."""
-        assert stored.place is not None
-        self._fill(number, kind, flat)
-        into = flat.interval(*self._interval(bucket)).detach()
-        slot, (low, high), dtype = stored.place[1], self._interval(bucket), DTYPES[saved[1].dtype]
-        piece = self._pieces[number].get(slot)
-        if piece is None or not piece.numel:
+        self._filled[kind] = flat
+        spec, (low, high), dtype = self._bucket.spec, self._interval, DTYPES[saved[1].dtype]
+        into, whole = flat.interval(low, high).detach(), self._pieces.get(slot)
+        if whole is None or not whole.numel:
             return
-        whole, piece = piece, self._saved_part(number, piece)
+        piece = self._saved_part(whole)
         if folder == OPTIMIZER and piece.end < whole.end:
             into[piece.end - low : whole.end - low].zero_()  # new rows
         if not piece.numel:
             return
         target = into[piece.begin - low : piece.end - low]
-        if not is_row_major(bucket.specs[slot]):
+        if not is_row_major(self._bucket.specs[slot]):
 
             def read_permuted() -> None:
-                whole = in_stride_order(self._checkpoint.read(*saved), bucket.specs[slot].stride)
-                target.copy_(whole[bucket.spec.within(piece)])
+                values = in_stride_order(self._reading.checkpoint.read(*saved), self._bucket.specs[slot].stride)
+                target.copy_(values[spec.within(piece)])
 
-            self._later.append(read_permuted)
+            self._reading.later.append(read_permuted)
             return
-        key = (f"{kind} {dtype}", number)
+        parts, key = self._reading.parts, (f"{kind} {dtype}", self._number)
         direct = dtype is into.dtype and into.device.type == "cpu"
-        memory = self._parts.memory(key, lambda: into if direct else torch.empty(high - low, dtype=dtype))
+        memory = parts.memory(key, lambda: into if direct else torch.empty(high - low, dtype=dtype))
         then = None if direct else functools.partial(target.copy_, memory[piece.begin - low : piece.end - low])
-        self._parts.want(folder, saved[1].name, slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize), then)
+        parts.want(folder, saved[1].name, slot_part(key, piece, spec, (low, high), dtype.itemsize), then)
 
-    def _saved_part(self, number: int, piece: Piece) -> Piece:
+    def _saved_part(self, piece: Piece) -> Piece:
         """Return the part of a piece of which the checkpoint has values."""
-        end = max(piece.begin, min(piece.end, self._saved_ends[number, piece.slot]))
-        return replace(piece, end=end)
+        saved_end = self._bucket.spec.slots[piece.slot].offset + self._fit.numel(self._stored[piece.slot])
+        return replace(piece, end=max(piece.begin, min(piece.end, saved_end)))
 
-    def _begin_averages(self, number: int, bucket: Bucket) -> None:
+    # -- when everything was read -------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Round what must be rounded, gather what every rank has whole, and note the states. Collective."""
+        bucket, filled = self._bucket, self._filled
+        for piece in self._pieces.values() if MASTERS in filled else ():
+            if piece.slot in self._rounded:
+                bucket.weights.piece(piece).copy_(filled[MASTERS].piece(piece))
+            elif piece.slot not in self._wide:
+                read = self._saved_part(piece)
+                filled[MASTERS].piece(read).copy_(bucket.weights.piece(read))
+        if self._with_states:
+            self._begin_averages()
+        self._gather()
+        if self._is_updated:
+            bucket.states.master.settle()
+            bucket.states.evict()
+        if self._with_states:
+            self._set_states()
+
+    def _begin_averages(self) -> None:
         """Let the averages of what the checkpoint lacks be the weights."""
-        weights = bucket.states.masters() or bucket.weights
-        for name in self.fit.averages:
-            room, begun = self._contents.averages.by_name[name].room(bucket), self.fit.new_averages.get(name, ())
-            self._fill(number, f"{AVERAGE} {name}", room)
-            for piece in self._pieces[number].values():
-                is_new = bucket.specs[piece.slot].name in begun
-                new = piece if is_new else replace(piece, begin=self._saved_part(number, piece).end)
+        weights = self._bucket.states.masters() or self._bucket.weights
+        for name in self._fit.averages:
+            room = self._reading.contents.averages.by_name[name].room(self._bucket)
+            begun = self._fit.new_averages.get(name, ())
+            self._filled[f"{AVERAGE} {name}"] = room
+            for piece in self._pieces.values():
+                is_new = self._bucket.specs[piece.slot].name in begun
+                new = piece if is_new else replace(piece, begin=self._saved_part(piece).end)
                 if new.numel:
                     room.piece(new).copy_(weights.piece(new))
 
-    def _read(self) -> None:
-        """Read all that is expected."""
-        self._parts.memory(_SCALARS, lambda: torch.frombuffer(self._scalars or bytearray(1), dtype=torch.uint8))
-        on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in self._contents.buckets)
-        self._parts.read(threads_of_rank(self._contents.transport.world_size) if on_host else 1)
-
-    # -- the end of a bucket ------------------------------------------------------------------------------------------
-
-    def _finish(self, number: int, bucket: Bucket) -> None:
-        """Round what must be rounded, and gather what every rank has whole. Collective."""
-        parts = self._contents.parts
-        filled, cuts = self._filled.setdefault(number, {}), bucket.spec.cuts
-        for piece in self._pieces[number].values() if MASTERS in filled else ():
-            if piece.slot in self._rounded.get(number, ()):
-                bucket.weights.piece(piece).copy_(filled[MASTERS].piece(piece))
-            elif piece.slot not in self._wide.get(number, ()):
-                read = self._saved_part(number, piece)
-                filled[MASTERS].piece(read).copy_(bucket.weights.piece(read))
-        if number in self._contents.updated and self._with_states:
-            self._begin_averages(number, bucket)
-        for kind, flat in sorted(filled.items()):
+    def _gather(self) -> None:
+        cuts, collective = self._bucket.spec.cuts, self._reading.contents.parts.collective
+        for kind, flat in sorted(self._filled.items()):
             if flat.placement is Placement.WHOLE and cuts.world_size > 1:
-                tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, {kind}"[:70], index=number)
-                redistribute(flat.shard(cuts, self._rank), flat, cuts, parts.collective, tag).wait()
-        if number in self._contents.updated:
-            bucket.states.master.settle()
-            bucket.states.evict()
+                tag = Tag(Kind.ALL_GATHER, f"loading bucket {self._number}, {kind}"[:70], index=self._number)
+                redistribute(flat.shard(cuts, self._rank), flat, cuts, collective, tag).wait()
 
-    def _set_states(self, number: int, bucket: Bucket, stored: Sequence[StoredTensor]) -> None:
-        """Note which states the pieces of a bucket have. Neighbours with equal ones share the note."""
-        by_slot = {each.place[1]: each for each in stored if each.place is not None}
-        states, before, shared = bucket.states, None, None
+    def _set_states(self) -> None:
+        """Note which states the pieces have. Neighbours with equal ones share the note."""
+        states, before, shared = self._bucket.states, None, None
         for index, piece in enumerate(states.pieces):
-            each = by_slot[piece.slot]
-            found, spec = sorted(self.fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
-            names = tuple(n for n, saved in found if self.fit.lies_flat(n, saved, each, spec))
+            each, spec = self._stored[piece.slot], self._bucket.specs[piece.slot]
+            found = sorted(self._fit.states.get(each.name, {}).items())
+            names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each, spec))
             scalars = {
-                name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
-                for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
+                name: (entry, bytes(self._reading.scalars[place : place + entry.nbytes]))
+                for name, (place, entry) in self._places.get(piece.slot, {}).items()
             }
-            values = self.fit.values.get(each.name, {})
+            values = self._fit.values.get(each.name, {})
             facts = [(name, entry.dtype, entry.shape, entry.stride, data) for name, (entry, data) in scalars.items()]
             now = (names, facts, repr(values), states.groups[index])
             if now != before:
-                before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
+                before, shared = now, self._state(names, scalars, values, states.groups[index])
             state = shared
-            if shared is not None and bucket.specs[piece.slot].grain.divided:
-                state, before = self._part_of(shared, piece, bucket), None
+            if shared is not None and spec.grain.divided:
+                state, before = self._part_of(shared, piece), None
             states.set_state(index, state)
 
-    def _begin_states(self, stored_in: Mapping[int, Sequence[StoredTensor]]) -> None:
-        """Let a class that creates its states in the constructor create those that begin anew."""
-        new = {*self.fit.missing, *self.fit.mismatched, *self.fit.anew}
-        for number in self._contents.updated:
-            bucket, classes = self._contents.buckets[number], self._contents.parts.classes
-            slots = {each.place[1] for each in stored_in.get(number, ()) if each.place and each.name in new}
-            if slots:
-                of_class = bucket.specs[0].optimizer_class
-                flags = bytes(piece.slot in slots for piece in bucket.states.pieces)
-                groups = classes.groups_of(of_class, self._contents.groups)
-                classes[of_class].create_states(bucket.states, groups, flags)
-                bucket.states.evict()
-
-    def _part_of(self, whole: PieceState, piece: Piece, bucket: Bucket) -> PieceState:
+    def _part_of(self, whole: PieceState, piece: Piece) -> PieceState:
         """Return the state of a piece of a parameter that is cut between blocks."""
-        spec, rules = bucket.specs[piece.slot], self._contents.parts.classes.rules_of
-        part = part_of(whole.scalars, bucket.spec.within(piece), spec.numel, rules(spec))
-        scalars = {name: scalar_state("", value, False, step_device(bucket.spec)) for name, value in part.items()}
-        return PieceState(whole.elementwise, scalars)
+        spec, rules = self._bucket.specs[piece.slot], self._reading.contents.parts.classes.rules_of
+        part = part_of(whole.scalars, self._bucket.spec.within(piece), spec.numel, rules(spec))
+        device = step_device(self._bucket.spec)
+        return PieceState(whole.elementwise, {n: scalar_state("", value, False, device) for n, value in part.items()})
 
     def _state(
         self,
@@ -707,19 +646,99 @@ class Loader:
         scalars: Mapping[str, tuple[TensorEntry, bytes]],
         values: Mapping[str, Any],
         group: int,
-        bucket: Bucket,
     ) -> PieceState | None:
         if not names and not scalars and not values:
             return None
-        options = self._contents.groups[group] | self.fit.groups[group]
+        contents = self._reading.contents
+        options = contents.groups[group] | self._fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
-        device = step_device(bucket.spec)
+        device = step_device(self._bucket.spec)
         tensors: dict[str, Tensor] = {}
         for name, (entry, data) in scalars.items():
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             memory_of(as_bytes(tensors[name]))[:] = data
             if entry.stride is not None:
                 tensors[name] = laid_out(tensors[name], entry.stride)
-        kinds = self._contents.parts.classes[bucket.specs[0].optimizer_class].kinds
+        kinds = contents.parts.classes[self._bucket.specs[0].optimizer_class].kinds
         found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})
+
+    def begin_states(self) -> None:
+        """Let a class that creates its states in the constructor create those that begin anew."""
+        new, bucket = {*self._fit.missing, *self._fit.mismatched, *self._fit.anew}, self._bucket
+        if self._with_states and any(stored.name in new for stored in self._stored.values()):
+            flags = bytes(self._stored[piece.slot].name in new for piece in bucket.states.pieces)
+            contents, of_class = self._reading.contents, bucket.specs[0].optimizer_class
+            classes = contents.parts.classes
+            classes[of_class].create_states(bucket.states, classes.groups_of(of_class, contents.groups), flags)
+            bucket.states.evict()
+
+
+class Loader:
+    """The loading of one checkpoint into one optimizer, on one rank."""
+
+    def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
+        """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
+        self.fit = fit
+        self._reading = _Reading(contents, checkpoint, fit, with_states, PartReader(checkpoint))
+        stored_in: dict[int, list[StoredTensor]] = {}
+        for stored in contents.model:
+            if stored.place is not None:
+                stored_in.setdefault(stored.place[0], []).append(stored)
+        self._buckets = [
+            _BucketReading(self._reading, number, stored_in.get(number, ())) for number in range(len(contents.buckets))
+        ]
+
+    def load(self) -> None:
+        """Read everything. Collective."""
+        for bucket in self._buckets:
+            bucket.begin()
+        self._read()
+        for bucket in self._buckets:
+            bucket.finish()
+        self._load_wholes()
+        self._load_groups()
+        for bucket in self._buckets:
+            bucket.begin_states()
+        classes = self._reading.contents.parts.classes
+        for number, names in self.fit.elementwise.items():
+            classes[number].note_elementwise(names)
+        if self._reading.with_states:
+            self._load_counts()
+
+    def _read(self) -> None:
+        """Read all that is expected."""
+        reading, contents = self._reading, self._reading.contents
+        reading.parts.memory(_SCALARS, lambda: torch.frombuffer(reading.scalars or bytearray(1), dtype=torch.uint8))
+        on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in contents.buckets)
+        reading.parts.read(threads_of_rank(contents.transport.world_size) if on_host else 1)
+        for action in reading.later:
+            action()
+
+    def _load_wholes(self) -> None:
+        """Read the tensors that every rank has whole."""
+        for stored in self._reading.contents.model:
+            if stored.tensor is not None and stored.name in self.fit.model:
+                values, into = self._reading.checkpoint.read(*self.fit.model[stored.name]), stored.tensor
+                if stored.name in self.fit.resized:
+                    rows = min(len(values), len(into))
+                    values, into = values[:rows], into[:rows]
+                into.copy_(values)
+
+    def _load_groups(self) -> None:
+        """Take over the options of the param groups."""
+        shared: dict[int, Any] = {}  # id of a tensor in live groups, which they may share -> the one loaded for it
+        for group, options in zip(self._reading.contents.groups, self.fit.groups, strict=False):
+            for key, value in options.items():
+                live = group.get(key)
+                if isinstance(live, Tensor) and same(value, first := shared.setdefault(id(live), value)):
+                    options[key] = first
+            group.pop(STEPS, None)
+            group.update(options)
+
+    def _load_counts(self) -> None:
+        """Take over how many weights each average has seen."""
+        for name, average in self._reading.contents.averages.by_name.items():
+            saved = self.fit.averages.get(name, {}).get(N_AVERAGED)
+            count = 1 if name in self.fit.averages else 0  # averages that were imported have no count
+            average.n_averaged = count if saved is None else int(self._reading.checkpoint.read(*saved))
