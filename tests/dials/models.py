@@ -53,10 +53,14 @@ def of(*values: Tensor) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         model = nn.Linear(3, 3)
         for number, value in enumerate(values):
-            model.register_parameter(f"more{number}", nn.Parameter(value))
+            model.register_parameter(f"more{number}", nn.Parameter(value, value.dtype is not torch.int64))
         return model
 
     return build
+
+
+UNLISTED = of(torch.zeros(1, 4, dtype=torch.int64).expand(5, 4))()
+UNLISTED.weight = WEIGHT
 
 
 def result() -> list[Any]:
@@ -181,6 +185,12 @@ DIALS = (
             Refused({}, "'more0' is torch.complex128 … or freeze", of(torch.zeros(3).to(torch.complex128))),
             Refused({}, "'more0' is torch.float8_e4m3fn … or freeze", of(torch.zeros(3).to(torch.float8_e4m3fn))),
             Refused({}, "'more0' overlaps itself in memory … clone", of(torch.zeros(1, 4).expand(5, 4))),
+            *(
+                Refused(
+                    {"stage": stage, "module": UNLISTED}, "'more0' overlaps itself in memory … clone", lambda: [WEIGHT]
+                )
+                for stage in (0, 3)
+            ),
             *SHARES,
             Refused({}, "ValueError: can't optimize a non-leaf Tensor", lambda: [WEIGHT * 2]),
             Refused({}, "ValueError: … 'p' is the result of a computation", result),

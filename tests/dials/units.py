@@ -83,16 +83,16 @@ EDITS = LATER | {
     edited("rank == 1", "optimizer.check_replicas()"): f"rank 1: {EDITED}",
     IN_A_BACKWARD: EDITED,
 }
-USES = (  # of a parameter outside of its unit
-    "p + 1",
-    "float(model.parts[3].scale)",
-    "p.numpy()",
-    "p.data.mul_(2)",
-    "torch.autograd.grad(p, p, torch.ones(4, 3))",
-    "torch.autograd.backward(torch.ones(4, 3, requires_grad=True), p, inputs=[p])",
-    "p.expand_as(p)",
-    "p.view_as(p)",
-)
+USES = {  # of a parameter outside of its unit, and the call that is named
+    "p + 1": "add(): ",
+    "float(model.parts[3].scale)": "__float__(): ",
+    "p.numpy()": "numpy(): ",
+    "p.data.mul_(2)": ".data: ",
+    "torch.autograd.grad(p, p, torch.ones(4, 3))": "",
+    "torch.autograd.backward(torch.ones(4, 3, requires_grad=True), p, inputs=[p])": "",
+    "p.expand_as(p)": "expand_as(): ",
+    "p.view_as(p)": "view_as(): ",
+}
 PUTS = ("setattr(p, 'data', torch.ones(4, 3))", "torch.nn.utils.vector_to_parameters(torch.ones(12), [p])")
 PRINTED = "<Parameter 'first.weight', released (values inside optimizer.gathered()): shape (4, 3), torch.float32, cpu"
 ANSWERS = (  # the true ones, to questions that need no value: a false one is a ZeroDivisionError
@@ -104,7 +104,7 @@ ANSWERS = (  # the true ones, to questions that need no value: a false one is a 
 )
 PAST_THE_CLASS = "1 / bool(p.as_subclass(torch.Tensor).{}().all())"  # NaN where units travel, else the values
 HIDDEN = {
-    **dict.fromkeys(USES, "' is released … gathered( … register_forward_method"),
+    **{use: f"{call}' … ' is released … gathered( … register_forward_method" for use, call in USES.items()},
     **dict.fromkeys(PUTS, "' is released … gathered( … . There, p.copy_(t) under torch.no_grad() edits it"),
     **dict.fromkeys(ANSWERS, "nothing"),
     "within(optimizer.gathered(torch.nn.Parameter(torch.ones(2, 5))), int)": NO_PARAMETER,
