@@ -123,13 +123,8 @@ def formula_bytes(
     rank: int,
     states: Callable[[BucketSpec], KeptStates],
     unlisted: Layout | None = None,
-    reshard_group_size: int | None = None,
-    *,
-    schedule: UnitSchedule = ONE_AHEAD,
-    shards_are_exposed: bool = False,
-    host_ranks: int = 0,
 ) -> dict[str, int]:
-    """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
+    """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -137,7 +132,6 @@ def formula_bytes(
         rank: its number among the ranks that share a copy.
         states: returns what the rank keeps for a bucket of ``layout``.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
-        reshard_group_size: see `peak_bounds`, as for ``schedule``, ``shards_are_exposed`` and ``host_ranks``.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for which in (layout,) if unlisted is None else (layout, unlisted):
@@ -153,15 +147,7 @@ def formula_bytes(
             if which is layout:
                 found["gradients"] += here.gradients
                 found["optimizer"] += here.states + here.scalars + here.masters
-    return found | peak_bounds(
-        layout,
-        stage,
-        unlisted,
-        reshard_group_size,
-        schedule=schedule,
-        shards_are_exposed=shards_are_exposed,
-        host_ranks=host_ranks,
-    )
+    return found
 
 
 def peak_bounds(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collectives import Choice, Fold
 
-from ..core.formulas import KeptStates, formula_bytes, formula_traffic, spread_of_owners
+from ..core.formulas import KeptStates, formula_bytes, formula_traffic, peak_bounds, spread_of_owners
 from ..core.parameter_specs import parts_of
 from ..core.stage import FOLDS_IN_FLIGHT, Stage, sums_under_way
 from ..gradients.reducer import Reducer
@@ -116,10 +116,11 @@ def describe(
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
     units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
     formula = formula_bytes(
+        layout, stage, shard_group.rank, lambda spec: _kept(buckets[spec.index]), storage.unlisted_layout
+    )
+    formula |= peak_bounds(
         layout,
         stage,
-        shard_group.rank,
-        lambda spec: _kept(buckets[spec.index]),
         storage.unlisted_layout,
         reshard_group_size,
         schedule=storage.unit_hooks.schedule,
