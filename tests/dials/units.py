@@ -160,8 +160,9 @@ MOMENTS = [
     ),
     Moment(GROUPS, [], [p.ZeroGrad()], (3,), {"shares": (0, -1)}),
     *(
-        Moment({"kept()": words}, [p.Keep(1), p.Backward(2), p.Step()], [p.ZeroGrad()], (3,), host)
+        Moment({"kept()": words}, before, [p.ZeroGrad()], (3,), host)
         for host, words in zip(HOSTS, CHANGED, strict=True)
+        for before in ([p.Keep(1), p.Backward(2), p.Step()], [p.Average(), p.Keep(1), p.Average()])
     ),
 ]
 
