@@ -56,6 +56,7 @@ LISTED = {  # what differs from the usual row; killers of `tests.zoo` are named 
     "dict in bf16": {"how": "dict", "stage later": "3", "ranks later": "2", "mixed_precision": "bf16"},
     "whole state dict": {"how": "whole state dict", "stage later": "3", "mixed_precision": "bf16"},
     "checkpoint": {"how": "checkpoint", "stage": "1", "stage later": "3", "ranks later": "2"},
+    "checkpoint with what is not listed": {"how": "checkpoint", "groups": "not all", "stage": "3", "stage later": "3"},
 }
 USUAL = {name: values[0] for name, values in TABLE.items()}
 

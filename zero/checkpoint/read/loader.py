@@ -481,16 +481,17 @@ class _BucketReading:
 
     def begin(self) -> None:
         """Say what is read. The states of before are gone."""
-        states, old = self._bucket.states, dict[str, FlatBuffer]()
+        old = dict[str, FlatBuffer]()
         if self._is_updated:
+            states = self._bucket.states
             states.wait_for_copies()
             states.snapshot()
             if all(self._fit.numel(stored) == math.prod(stored.shape) for stored in self._stored.values()):
                 states.master.forget()
             if (masters := states.masters()) is not None:
                 self._filled[MASTERS] = masters  # some of them stay
-        if self._with_states:
-            old, states.flat = states.flat, {}
+            if self._with_states:
+                old, states.flat = states.flat, {}
         for slot, stored in self._stored.items():
             if stored.name in self._fit.model:
                 self._expect_weights(slot, stored)
