@@ -363,3 +363,11 @@ def test_one_rank_that_cannot_write_in_place_is_enough_for_all(tmp_path: Path, m
     assert len(set(on_threads(WORLD, program, timeout=PATIENT))) == 1
     assert warned == [0]
     zero.open_checkpoint(tmp_path / "saved").verify()
+
+
+def test_what_the_kernel_writes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda number, data, offset: pwrite(number, data[:3], offset))
+    with (tmp_path / "a").open("wb") as file:
+        files.write_at(file.fileno(), b"0123456789", 5)
+    assert (tmp_path / "a").read_bytes() == bytes(5) + b"0123456789"

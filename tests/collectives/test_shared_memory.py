@@ -29,7 +29,7 @@ from collectives.backends import gloo as gloo_backend
 from collectives.backends import rendezvous, shared_memory
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
-from collectives.backends.shared_memory import INLINE, PAGE, Arena, PeerProcess, SharedMemoryBackend, Window
+from collectives.backends.shared_memory import INLINE, PAGE, Arena, PeerProcess, SharedMemoryBackend, Spans, Window
 from collectives.topology import choose, fold, hierarchical, replicate, shared
 from zero import ZeroOptimizer
 
@@ -68,6 +68,27 @@ def begin_to_receive(backend: SharedMemoryBackend, slot: int, size: int, as_byte
 
 
 SIZES = st.sampled_from([4, 128, INLINE, INLINE + 4, 3 * INLINE])
+
+
+@given(st.lists(st.integers(1, 9), max_size=20), st.randoms(use_true_random=False))
+def test_pages_are_held_once_and_all_are_there_again_when_they_are_free(sizes: list[int], random: Any) -> None:
+    spans, pages, held = Spans(40), set[int](), list[tuple[int, int]]()
+    for size in sizes:
+        begin = spans.take(size)
+        if begin is None:
+            held.sort(key=lambda _: random.random())
+            for part in held[len(held) // 2 :]:
+                spans.give(*part)
+                pages -= set(range(part[0], sum(part)))
+            del held[len(held) // 2 :]
+        else:
+            assert pages.isdisjoint(range(begin, begin + size))
+            pages |= set(range(begin, begin + size))
+            held.append((begin, size))
+    held.sort(key=lambda _: random.random())
+    for part in held:
+        spans.give(*part)
+    assert spans.take(40) == 0
 
 
 @given(
