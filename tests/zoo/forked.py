@@ -184,7 +184,7 @@ class _Forks:
             yield from cases
 
     def _tell(self, **facts: Any) -> None:
-        os.write(self._pipe, json.dumps(facts).encode())
+        os.write(self._pipe, json.dumps(facts).encode() + b"\n")
         os._exit(0)
 
     def _verdict(self, fork: _Fork, late: bool) -> Verdict:
@@ -198,8 +198,9 @@ class _Forks:
         facts = {"outcome": "late", "error": "no limit of a test ended it"}
         if not late:
             facts = {"outcome": "died", "error": f"its process ended with status {status}"}
-        if fork.told.endswith(b"}"):
-            facts = json.loads(fork.told)
+        told, complete, _ = fork.told.partition(b"\n")  # a test may fork, and both processes may fail
+        if complete:
+            facts = json.loads(told)
         return Verdict(fork.trial, **facts, seconds=time.monotonic() - fork.begin, entered=entered)
 
     def _ended(self, verdict: Verdict) -> None:
