@@ -441,12 +441,12 @@ def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:
 _SCALARS = ("scalars", 0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Reading:
+@dataclass(frozen=True)
+class _Common:
     """What the buckets of one loading have in common, on one rank.
 
     Attributes:
-        parts: what is read.
+        reader: of parts of tensors.
         scalars: the bytes of states that do not lie flat, of all buckets, one after the other.
         later: what follows when everything was read.
     """
@@ -455,32 +455,34 @@ class _Reading:
     checkpoint: Checkpoint
     fit: Fit
     with_states: bool
-    parts: PartReader
+    reader: PartReader
     scalars: bytearray = field(default_factory=bytearray)
     later: list[Callable[[], None]] = field(default_factory=list)
 
 
-class _BucketReading:
-    """The loading of one bucket, on one rank: `begin`, then all is read, then `finish`."""
+class _BucketLoader:
+    """The loading of one bucket, on one rank: `begin`, then all is read, then `finish`.
 
-    def __init__(self, reading: _Reading, number: int, stored: Sequence[StoredTensor]) -> None:
-        """``number``: of the bucket in `Contents.buckets`; ``stored``: the tensors in it."""
-        contents = reading.contents
-        self._reading, self._fit, self._number = reading, reading.fit, number
+    Then, when the options of the param groups are there, `create_states`.
+    """
+
+    def __init__(self, common: _Common, number: int, stored: Mapping[int, StoredTensor]) -> None:
+        """``number``: of the bucket in `Contents.buckets`; ``stored``: the tensors in it, by slot."""
+        contents = common.contents
+        self._common, self._fit, self._number, self._stored = common, common.fit, number, stored
         self._bucket = bucket = contents.buckets[number]
         self._rank = contents.parts.shard_group.rank
         self._is_updated = number in contents.updated
-        self._with_states = reading.with_states and self._is_updated
+        self._with_states = common.with_states and self._is_updated
         self._interval = bucket.spec.owned(self._rank)  # the elements that this rank reads
         self._pieces = {piece.slot: piece for piece in bucket.spec.pieces(*self._interval)}
-        self._stored = {each.place[1]: each for each in stored if each.place is not None}  # by slot
-        self._places: dict[int, dict[str, tuple[int, TensorEntry]]] = {}  # of what does not lie flat, by slot and name
+        self._scalars: dict[int, dict[str, tuple[int, TensorEntry]]] = {}  # by slot and name: first byte, entry
         self._wide: set[int] = set()  # the slots whose master weights are read
         self._rounded: set[int] = set()  # those whose parameters are these, rounded
-        self._filled: dict[str, FlatBuffer] = {}  # of which this rank's interval gets values, by kind
+        self._filled: dict[str, FlatBuffer] = {}  # what gets values in this rank's interval, by kind
 
     def begin(self) -> None:
-        """Say what is read. The states of before are gone."""
+        """Say what is to be read, and drop the states that there are."""
         old = dict[str, FlatBuffer]()
         if self._is_updated:
             states = self._bucket.states
@@ -494,15 +496,16 @@ class _BucketReading:
                 old, states.flat = states.flat, {}
         for slot, stored in self._stored.items():
             if stored.name in self._fit.model:
-                self._expect_weights(slot, stored)
+                self._expect_weights(slot)
                 if self._with_states:
-                    self._expect_states(slot, stored, old)
-                    self._expect_averages(slot, stored)
+                    self._expect_states(slot, old)
+                    self._expect_averages(slot)
 
     # -- which saved tensor becomes what ------------------------------------------------------------------------------
 
-    def _expect_weights(self, slot: int, stored: StoredTensor) -> None:
-        bucket, narrow, widest = self._bucket, self._fit.model[stored.name], self._fit.widest(stored)
+    def _expect_weights(self, slot: int) -> None:
+        bucket, stored = self._bucket, self._stored[slot]
+        narrow, widest = self._fit.model[stored.name], self._fit.widest(stored)
         dtypes, folder = bucket.spec.dtypes, MODEL if widest is narrow else MASTERS
         if not self._is_updated or not dtypes.has_master:
             self._expect(slot, folder, widest, WEIGHTS, bucket.weights)
@@ -518,9 +521,9 @@ class _BucketReading:
         if not has_dtype:
             self._rounded.add(slot)
 
-    def _expect_states(self, slot: int, stored: StoredTensor, old: Mapping[str, FlatBuffer]) -> None:
-        """``old``: the memory that states had, by name."""
-        states, reading = self._bucket.states, self._reading
+    def _expect_states(self, slot: int, old: Mapping[str, FlatBuffer]) -> None:
+        """``old``: the memory that states had, by name: it is used again where it fits."""
+        states, common, stored = self._bucket.states, self._common, self._stored[slot]
         for name, saved in self._fit.states.get(stored.name, {}).items():
             if self._fit.lies_flat(name, saved, stored, self._bucket.specs[slot]):
                 follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
@@ -530,16 +533,17 @@ class _BucketReading:
                 flat = states.flat[name] if name in states.flat else states.allocate(name, dtype)
                 self._expect(slot, OPTIMIZER, saved, f"{STATE} {name}", flat)
             elif states.pieces_of(slot):
-                place = len(reading.scalars)
-                self._places.setdefault(slot, {})[name] = (place, saved[1])
-                reading.parts.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
-                reading.scalars.extend(bytes(saved[1].nbytes))
+                place = len(common.scalars)
+                self._scalars.setdefault(slot, {})[name] = (place, saved[1])
+                common.reader.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
+                common.scalars.extend(bytes(saved[1].nbytes))
 
-    def _expect_averages(self, slot: int, stored: StoredTensor) -> None:
+    def _expect_averages(self, slot: int) -> None:
+        of_parameter = self._stored[slot].name
         for name, tensors in self._fit.averages.items():
-            if stored.name in tensors:
-                room = self._reading.contents.averages.by_name[name].room(self._bucket)
-                self._expect(slot, averages_folder(name), tensors[stored.name], f"{AVERAGE} {name}", room)
+            if of_parameter in tensors:
+                room = self._common.contents.averages.by_name[name].room(self._bucket)
+                self._expect(slot, averages_folder(name), tensors[of_parameter], f"{AVERAGE} {name}", room)
 
     def _expect(self, slot: int, folder: str, saved: Saved, kind: str, flat: FlatBuffer) -> None:
         """Read this rank's piece of a saved tensor into what it holds of the bucket."""
@@ -557,16 +561,16 @@ class _BucketReading:
         if not is_row_major(self._bucket.specs[slot]):
 
             def read_permuted() -> None:
-                values = in_stride_order(self._reading.checkpoint.read(*saved), self._bucket.specs[slot].stride)
+                values = in_stride_order(self._common.checkpoint.read(*saved), self._bucket.specs[slot].stride)
                 target.copy_(values[spec.within(piece)])
 
-            self._reading.later.append(read_permuted)
+            self._common.later.append(read_permuted)
             return
-        parts, key = self._reading.parts, (f"{kind} {dtype}", self._number)
+        reader, key = self._common.reader, (f"{kind} {dtype}", self._number)
         direct = dtype is into.dtype and into.device.type == "cpu"
-        memory = parts.memory(key, lambda: into if direct else torch.empty(high - low, dtype=dtype))
+        memory = reader.memory(key, lambda: into if direct else torch.empty(high - low, dtype=dtype))
         then = None if direct else functools.partial(target.copy_, memory[piece.begin - low : piece.end - low])
-        parts.want(folder, saved[1].name, slot_part(key, piece, spec, (low, high), dtype.itemsize), then)
+        reader.want(folder, saved[1].name, slot_part(key, piece, spec, (low, high), dtype.itemsize), then)
 
     def _saved_part(self, piece: Piece) -> Piece:
         """Return the part of a piece of which the checkpoint has values."""
@@ -597,7 +601,7 @@ class _BucketReading:
         """Let the averages of what the checkpoint lacks be the weights."""
         weights = self._bucket.states.masters() or self._bucket.weights
         for name in self._fit.averages:
-            room = self._reading.contents.averages.by_name[name].room(self._bucket)
+            room = self._common.contents.averages.by_name[name].room(self._bucket)
             begun = self._fit.new_averages.get(name, ())
             self._filled[f"{AVERAGE} {name}"] = room
             for piece in self._pieces.values():
@@ -607,7 +611,8 @@ class _BucketReading:
                     room.piece(new).copy_(weights.piece(new))
 
     def _gather(self) -> None:
-        cuts, collective = self._bucket.spec.cuts, self._reading.contents.parts.collective
+        """Bring what every rank has whole to all. Collective."""
+        cuts, collective = self._bucket.spec.cuts, self._common.contents.parts.collective
         for kind, flat in sorted(self._filled.items()):
             if flat.placement is Placement.WHOLE and cuts.world_size > 1:
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {self._number}, {kind}"[:70], index=self._number)
@@ -621,8 +626,8 @@ class _BucketReading:
             found = sorted(self._fit.states.get(each.name, {}).items())
             names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each, spec))
             scalars = {
-                name: (entry, bytes(self._reading.scalars[place : place + entry.nbytes]))
-                for name, (place, entry) in self._places.get(piece.slot, {}).items()
+                name: (entry, bytes(self._common.scalars[place : place + entry.nbytes]))
+                for name, (place, entry) in self._scalars.get(piece.slot, {}).items()
             }
             values = self._fit.values.get(each.name, {})
             facts = [(name, entry.dtype, entry.shape, entry.stride, data) for name, (entry, data) in scalars.items()]
@@ -636,7 +641,7 @@ class _BucketReading:
 
     def _part_of(self, whole: PieceState, piece: Piece) -> PieceState:
         """Return the state of a piece of a parameter that is cut between blocks."""
-        spec, rules = self._bucket.specs[piece.slot], self._reading.contents.parts.classes.rules_of
+        spec, rules = self._bucket.specs[piece.slot], self._common.contents.parts.classes.rules_of
         part = part_of(whole.scalars, self._bucket.spec.within(piece), spec.numel, rules(spec))
         device = step_device(self._bucket.spec)
         return PieceState(whole.elementwise, {n: scalar_state("", value, False, device) for n, value in part.items()})
@@ -650,7 +655,7 @@ class _BucketReading:
     ) -> PieceState | None:
         if not names and not scalars and not values:
             return None
-        contents = self._reading.contents
+        contents = self._common.contents
         options = contents.groups[group] | self._fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
         device = step_device(self._bucket.spec)
@@ -664,15 +669,17 @@ class _BucketReading:
         found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})
 
-    def begin_states(self) -> None:
+    def create_states(self) -> None:
         """Let a class that creates its states in the constructor create those that begin anew."""
-        new, bucket = {*self._fit.missing, *self._fit.mismatched, *self._fit.anew}, self._bucket
-        if self._with_states and any(stored.name in new for stored in self._stored.values()):
-            flags = bytes(self._stored[piece.slot].name in new for piece in bucket.states.pieces)
-            contents, of_class = self._reading.contents, bucket.specs[0].optimizer_class
+        if not self._with_states:
+            return
+        new, states = {*self._fit.missing, *self._fit.mismatched, *self._fit.anew}, self._bucket.states
+        flags = bytes(self._stored[piece.slot].name in new for piece in states.pieces)
+        if any(stored.name in new for stored in self._stored.values()):
+            contents, of_class = self._common.contents, self._bucket.specs[0].optimizer_class
             classes = contents.parts.classes
-            classes[of_class].create_states(bucket.states, classes.groups_of(of_class, contents.groups), flags)
-            bucket.states.evict()
+            classes[of_class].create_states(states, classes.groups_of(of_class, contents.groups), flags)
+            states.evict()
 
 
 class Loader:
@@ -681,13 +688,13 @@ class Loader:
     def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
         """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
         self.fit = fit
-        self._reading = _Reading(contents, checkpoint, fit, with_states, PartReader(checkpoint))
-        stored_in: dict[int, list[StoredTensor]] = {}
+        self._common = _Common(contents, checkpoint, fit, with_states, PartReader(checkpoint))
+        stored_in: dict[int, dict[int, StoredTensor]] = {}
         for stored in contents.model:
             if stored.place is not None:
-                stored_in.setdefault(stored.place[0], []).append(stored)
+                stored_in.setdefault(stored.place[0], {})[stored.place[1]] = stored
         self._buckets = [
-            _BucketReading(self._reading, number, stored_in.get(number, ())) for number in range(len(contents.buckets))
+            _BucketLoader(self._common, number, stored_in.get(number, {})) for number in range(len(contents.buckets))
         ]
 
     def load(self) -> None:
@@ -697,39 +704,40 @@ class Loader:
         self._read()
         for bucket in self._buckets:
             bucket.finish()
-        self._load_wholes()
+        self._load_whole_tensors()
         self._load_groups()
         for bucket in self._buckets:
-            bucket.begin_states()
-        classes = self._reading.contents.parts.classes
+            bucket.create_states()
+        classes = self._common.contents.parts.classes
         for number, names in self.fit.elementwise.items():
             classes[number].note_elementwise(names)
-        if self._reading.with_states:
+        if self._common.with_states:
             self._load_counts()
 
     def _read(self) -> None:
         """Read all that is expected."""
-        reading, contents = self._reading, self._reading.contents
-        reading.parts.memory(_SCALARS, lambda: torch.frombuffer(reading.scalars or bytearray(1), dtype=torch.uint8))
+        common, contents = self._common, self._common.contents
+        common.reader.memory(_SCALARS, lambda: torch.frombuffer(common.scalars or bytearray(1), dtype=torch.uint8))
         on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in contents.buckets)
-        reading.parts.read(threads_of_rank(contents.transport.world_size) if on_host else 1)
-        for action in reading.later:
+        common.reader.read(threads_of_rank(contents.transport.world_size) if on_host else 1)
+        for action in common.later:
             action()
 
-    def _load_wholes(self) -> None:
+    def _load_whole_tensors(self) -> None:
         """Read the tensors that every rank has whole."""
-        for stored in self._reading.contents.model:
+        for stored in self._common.contents.model:
             if stored.tensor is not None and stored.name in self.fit.model:
-                values, into = self._reading.checkpoint.read(*self.fit.model[stored.name]), stored.tensor
+                values = self._common.checkpoint.read(*self.fit.model[stored.name])
                 if stored.name in self.fit.resized:
-                    rows = min(len(values), len(into))
-                    values, into = values[:rows], into[:rows]
-                into.copy_(values)
+                    rows = min(len(values), len(stored.tensor))
+                    stored.tensor[:rows].copy_(values[:rows])
+                else:
+                    stored.tensor.copy_(values)
 
     def _load_groups(self) -> None:
         """Take over the options of the param groups."""
         shared: dict[int, Any] = {}  # id of a tensor in live groups, which they may share -> the one loaded for it
-        for group, options in zip(self._reading.contents.groups, self.fit.groups, strict=False):
+        for group, options in zip(self._common.contents.groups, self.fit.groups, strict=False):
             for key, value in options.items():
                 live = group.get(key)
                 if isinstance(live, Tensor) and same(value, first := shared.setdefault(id(live), value)):
@@ -738,8 +746,8 @@ class Loader:
             group.update(options)
 
     def _load_counts(self) -> None:
-        """Take over how many weights each average has seen."""
-        for name, average in self._reading.contents.averages.by_name.items():
+        """Take over how often each average was updated."""
+        for name, average in self._common.contents.averages.by_name.items():
             saved = self.fit.averages.get(name, {}).get(N_AVERAGED)
             count = 1 if name in self.fit.averages else 0  # averages that were imported have no count
-            average.n_averaged = count if saved is None else int(self._reading.checkpoint.read(*saved))
+            average.n_averaged = count if saved is None else int(self._common.checkpoint.read(*saved))
