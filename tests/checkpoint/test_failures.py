@@ -365,9 +365,12 @@ def test_one_rank_that_cannot_write_in_place_is_enough_for_all(tmp_path: Path, m
     zero.open_checkpoint(tmp_path / "saved").verify()
 
 
-def test_what_the_kernel_writes_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pwrite = os.pwrite
+def test_what_the_kernel_writes_or_reads_in_parts_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, preadv, found = os.pwrite, os.preadv, [bytearray(7), bytearray(4)]
     monkeypatch.setattr(os, "pwrite", lambda number, data, offset: pwrite(number, data[:3], offset))
-    with (tmp_path / "a").open("wb") as file:
+    monkeypatch.setattr(os, "preadv", lambda number, data, offset: preadv(number, [data[0][:3]], offset))
+    with (tmp_path / "a").open("w+b") as file:
         files.write_at(file.fileno(), b"0123456789", 5)
+        assert files.read_pieces(file.fileno(), [memoryview(each) for each in found], 5) == 10
     assert (tmp_path / "a").read_bytes() == bytes(5) + b"0123456789"
+    assert found == [b"0123456", b"789\0"]
