@@ -161,7 +161,7 @@ def test_one_bucket_arrives_and_one_leaves_while_one_is_stepped(monkeypatch: pyt
     def noting(done: Any, event: str) -> Any:
         def noted(self: BucketStates, *arguments: Any) -> Any:
             store = self._store  # there is none in a trial of the class
-            if store is not None and (store.staged or event != "free"):
+            if store is not None and (store.on_device or event != "free"):
                 told.append((event, self.bucket.index))
             return done(self, *arguments)
 

@@ -444,7 +444,7 @@ class BucketStates:
     def casts(self, present: bytes) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters of the pieces that were ``present`` in a step, and the master weights to round into
         them."""
-        stepped = None if self._store is None else self._store.staged.get(WEIGHTS)
+        stepped = None if self._store is None else self._store.on_device.get(WEIGHTS)
         return self.master.casts(self._intervals(present), stepped)
 
     def _intervals(self, present: bytes) -> Iterator[tuple[int, int]]:
@@ -599,7 +599,7 @@ class BucketStates:
             self.flat[name] = self._room(name, dtype if wide is None else NARROW)
         if wide is not None and self.flat[name].data.dtype is NARROW:
             return wide.room(name)
-        return ({} if self._store is None else self._store.staged).get(name, self.flat[name].data)
+        return ({} if self._store is None else self._store.on_device).get(name, self.flat[name].data)
 
     def _room(self, name: str, dtype: torch.dtype) -> FlatBuffer:
         if self._store is not None:
@@ -674,9 +674,9 @@ class BucketStates:
     def evict(self) -> None:
         """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
         if self._store is not None:
-            flats = self._flats() if self._store.staged else {}  # the weights of frozen ones need no masters
+            flats = self._flats() if self._store.on_device else {}  # the weights of frozen ones need no masters
             self._store.evict(flats)
-            self._point_to({name: flats[name] for name in self._store.staged})
+            self._point_to({name: flats[name] for name in self._store.on_device})
 
     def free_copies(self) -> None:
         """Release the memory of copies."""
@@ -697,8 +697,8 @@ class BucketStates:
 
     def _narrow(self) -> dict[str, Tensor]:
         """Return weights and states as they are kept, on the device that steps them, by name."""
-        staged = {} if self._store is None else self._store.staged
-        return {WEIGHTS: self.weights, **self._flats(), **staged}
+        copies = {} if self._store is None else self._store.on_device
+        return {WEIGHTS: self.weights, **self._flats(), **copies}
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Make the class's states views of these tensors."""

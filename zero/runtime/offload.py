@@ -379,7 +379,7 @@ class OffloadedStates:
         return self._tensors[name, dtype]
 
     @property
-    def staged(self) -> Mapping[str, Tensor]:
+    def on_device(self) -> Mapping[str, Tensor]:
         """The copies on the device, by name."""
         return self._staging.tensors
 
@@ -392,10 +392,10 @@ class OffloadedStates:
 
     def ready(self, flats: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return copies of all states that lie elsewhere, which the device may use in its current stream."""
-        if not self.staged:
+        if not self.on_device:
             self._fetch(flats)
         self._staging.wait()
-        return self.staged
+        return self.on_device
 
     def evict(self, flats: Mapping[str, Tensor]) -> None:
         """Begin to copy and to write the states back, which will not be needed for a while. Copies keep their memory
