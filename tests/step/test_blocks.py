@@ -129,12 +129,16 @@ def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
 
 
 class Scaled(Updates):
-    """Divides each block of gradients by its maximum, which it keeps. An option is the size of the blocks."""
+    """Divides each block of gradients by its maximum, which it keeps. Options are the size of the blocks, and the
+    elements that a parameter with blocks has at least."""
 
-    def __init__(self, params: Any, lr: float = 0.05, block: int = 256) -> None:
-        super().__init__(params, {"lr": lr, "block": block})
+    def __init__(self, params: Any, lr: float = 0.05, block: int = 256, least: int = 0) -> None:
+        super().__init__(params, {"lr": lr, "block": block, "least": least})
 
     def update(self, p: Any, group: dict[str, Any]) -> None:
+        if p.numel() < group["least"]:
+            p.sub_(p.grad, alpha=group["lr"])
+            return
         rows = p.grad.reshape(-1, group["block"] if p.numel() % group["block"] == 0 else p.numel())
         self.state[p]["most"] = rows.abs().amax(1).clamp_min(1e-3)
         p.sub_((rows / self.state[p]["most"][:, None]).view_as(p), alpha=group["lr"])
@@ -175,7 +179,9 @@ def test_blocks_have_one_size_in_all_groups_and_keep_it() -> None:
     saved = optimizer.state_dict()
     saved["param_groups"][0]["block"] = 128
     assert words in error_of(optimizer.load_state_dict, saved)
-    assert optimizer.param_groups[0]["block"] == 256
+    saved["param_groups"][0] |= {"block": 256, "least": 2 * PIECE}
+    assert "Scaled steps pieces of '0' otherwise with these options" in error_of(optimizer.load_state_dict, saved)
+    assert (optimizer.param_groups[0]["block"], optimizer.param_groups[0]["least"]) == (256, 0)
     optimizer.add_param_group({"params": [model[2]]})
     (model[0].sin().sum() + model[2].cos().sum()).backward()
     optimizer.step()
