@@ -31,6 +31,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -434,12 +435,18 @@ class BucketStates:
         must have been overwritten by the same values, rounded."""
         chosen = [piece for piece in self.pieces if piece.slot in slots]
         if chosen and self.bucket.dtypes.has_master:
-            self.wait_for_copies()
-            self.snapshot()
-            for piece in chosen:
-                self.over(self.weights).piece(piece).copy_(whole[piece.begin : piece.end])
-            self.master.settle()
-            self.evict()
+            with self.writing():
+                for piece in chosen:
+                    self.over(self.weights).piece(piece).copy_(whole[piece.begin : piece.end])
+                self.master.settle()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Return a context in which states and master weights are written, wherever they lie. No piece is in a run."""
+        self.wait_for_copies()
+        self.snapshot()
+        yield
+        self.evict()
 
     def casts(self, present: bytes) -> list[tuple[Tensor, Tensor]]:
         """Return the parameters of the pieces that were ``present`` in a step, and the master weights to round into

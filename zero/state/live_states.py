@@ -175,12 +175,10 @@ def forget_states(
         gone = bytes([bucket.spec.slots[piece.slot].parameter in chosen for piece in states.pieces])
         if 1 not in gone:
             continue
-        states.wait_for_copies()
-        states.snapshot()
-        for piece, is_gone in enumerate(gone):
-            if is_gone:
-                states.set_state(piece, None)
-        if all(states.state_of(piece) is None for piece in range(len(gone))):
-            states.flat.clear()
-        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, groups), gone, later=True)
-        states.evict()
+        with states.writing():
+            for piece, is_gone in enumerate(gone):
+                if is_gone:
+                    states.set_state(piece, None)
+            if all(states.state_of(piece) is None for piece in range(len(gone))):
+                states.flat.clear()
+            user_optimizers[number].create_states(states, user_optimizers.groups_of(number, groups), gone, later=True)

@@ -219,9 +219,11 @@ class PlainDicts:
         for group, options in zip(groups, copy.deepcopy(found), strict=True):  # groups may share a tensor
             group.pop(STEPS, None)  # a dict that has none is that of a training without rounding
             group.update(options)
-        scatter(state_dict["state"], mapping, groups, buckets, names, user_optimizers.rules_of)
-        if MASTERS in state_dict:
-            scatter_masters(state_dict[MASTERS], mapping, buckets)
+        for bucket in buckets:
+            with bucket.states.writing():
+                scatter(state_dict["state"], mapping, groups, bucket, names, user_optimizers.rules_of)
+                if MASTERS in state_dict and bucket.spec.dtypes.has_master:
+                    scatter_masters(state_dict[MASTERS], mapping, bucket)
         for number, elementwise in names.items():
             user_optimizers[number].note_elementwise(elementwise)
         self._consolidated = None
@@ -425,42 +427,37 @@ def scatter(
     state: Mapping[int, Mapping[str, Any]],
     mapping: Mapping[int, int],
     groups: Sequence[Options],
-    buckets: Sequence[Bucket],
+    bucket: Bucket,
     elementwise: Mapping[int, frozenset[str]],
     rules: Callable[[ParameterSpec], Rules],
 ) -> None:
-    """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
-    for bucket in buckets:
-        bucket.states.wait_for_copies()
-        bucket.states.snapshot()
-    for bucket in buckets:
-        states, device, dtype = bucket.states, step_device(bucket.spec), bucket.spec.dtypes.master_dtype
-        states.flat.clear()
-        flat_values: dict[tuple[int, str], Tensor] = {}
-        for number, piece in enumerate(states.pieces):
-            spec = bucket.specs[piece.slot]
-            values = state.get(mapping[spec.index])
-            if not values:
-                states.set_state(number, None)
+    """Copy this rank's pieces of a bucket out of whole states. Local. The dict must have been checked."""
+    states, device, dtype = bucket.states, step_device(bucket.spec), bucket.spec.dtypes.master_dtype
+    states.flat.clear()
+    flat_values: dict[tuple[int, str], Tensor] = {}
+    for number, piece in enumerate(states.pieces):
+        spec = bucket.specs[piece.slot]
+        values = state.get(mapping[spec.index])
+        if not values:
+            states.set_state(number, None)
+            continue
+        fused = bool(groups[spec.group].get("fused") or groups[spec.group].get("capturable"))
+        scalars: dict[str, Any] = {}
+        names = []
+        for name, value in values.items():
+            large = lies_flat(name, value, spec, elementwise)
+            if not large or (spec.grain.alone and tuple(value.stride()) != spec.stride):
+                if spec.grain.divided:
+                    value = part_of({name: value}, bucket.spec.within(piece), spec.numel, rules(spec))[name]
+                scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                 continue
-            fused = bool(groups[spec.group].get("fused") or groups[spec.group].get("capturable"))
-            scalars: dict[str, Any] = {}
-            names = []
-            for name, value in values.items():
-                large = lies_flat(name, value, spec, elementwise)
-                if not large or (spec.grain.alone and tuple(value.stride()) != spec.stride):
-                    if spec.grain.divided:
-                        value = part_of({name: value}, bucket.spec.within(piece), spec.numel, rules(spec))[name]
-                    scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
-                    continue
-                names.append(name)
-                key = (piece.slot, name)
-                if key not in flat_values:
-                    flat_values[key] = in_stride_order(value.detach().to(device, dtype), spec.stride)
-                target = states.allocate(name, dtype)
-                target.piece(piece).copy_(flat_values[key][bucket.spec.within(piece)])
-            states.set_state(number, PieceState(tuple(names), scalars))
-        states.evict()
+            names.append(name)
+            key = (piece.slot, name)
+            if key not in flat_values:
+                flat_values[key] = in_stride_order(value.detach().to(device, dtype), spec.stride)
+            target = states.allocate(name, dtype)
+            target.piece(piece).copy_(flat_values[key][bucket.spec.within(piece)])
+        states.set_state(number, PieceState(tuple(names), scalars))
 
 
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
@@ -483,23 +480,17 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
     return copied(value.detach().to(device if value.dim() else value.device))
 
 
-def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:
-    """Copy this rank's pieces out of whole master weights. Local. The dict must have been checked.
+def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], bucket: Bucket) -> None:
+    """Copy this rank's pieces of a bucket out of whole master weights. Local. The dict must have been checked.
 
     Those that it lacks were never updated: they will be made from the parameters.
     """
-    for bucket in buckets:
-        states = bucket.states
-        if not bucket.spec.dtypes.has_master:
-            continue
-        states.master.forget()
-        for piece in states.pieces:
-            spec = bucket.specs[piece.slot]
-            whole = masters.get(mapping[spec.index])
-            if whole is not None:
-                values = in_stride_order(
-                    whole.detach().to(step_device(bucket.spec), bucket.spec.dtypes.master_dtype), spec.stride
-                )
-                states.over(states.weights).piece(piece).copy_(values[bucket.spec.within(piece)])
-        states.master.loaded()
-        states.evict()
+    states, device, dtype = bucket.states, step_device(bucket.spec), bucket.spec.dtypes.master_dtype
+    states.master.forget()
+    for piece in states.pieces:
+        spec = bucket.specs[piece.slot]
+        whole = masters.get(mapping[spec.index])
+        if whole is not None:
+            values = in_stride_order(whole.detach().to(device, dtype), spec.stride)
+            states.over(states.weights).piece(piece).copy_(values[bucket.spec.within(piece)])
+    states.master.loaded()
