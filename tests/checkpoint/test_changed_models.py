@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -13,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ShardedAverage, ZeroOptimizer, load, open_checkpoint, save
+from zero.checkpoint.read.reader import Checkpoint
 from zero.runtime.flat_states import RoundedShard
 
 from ..support.errors import assert_in_order, error_of
@@ -262,6 +264,23 @@ def test_another_precision_goes_on_as_if_constructed_from_the_widest_weights(
     for world, stage in ((1, 0), (3, 3)):
         for found in on_threads(world, functools.partial(program, stage=stage, anew=False)):
             assert_same_value(found, expected, f"{world} ranks, stage {stage}")
+
+
+def test_master_weights_of_another_shape_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path / "saved", lr=0.01, mixed_precision=BF16)
+    _, optimizer = made(solo(), Net, 1, mixed_precision=BF16)
+    tensors = Checkpoint.tensors
+
+    def with_a_row_more(checkpoint: Checkpoint, folder: str) -> Any:
+        found = tensors(checkpoint, folder)
+        if folder == "masters":
+            path, entry = found["other"]
+            found |= {"other": (path, dataclasses.replace(entry, shape=(WIDTH + 1,)))}
+        return found
+
+    monkeypatch.setattr(Checkpoint, "tensors", with_a_row_more)
+    told = error_of(load, tmp_path / "saved", optimizer, rng=False)
+    assert "the master weights of 'other' in the checkpoint belong to another model" in told
 
 
 def test_param_groups_that_are_others_keep_their_options_and_a_class_has_its_own_states(tmp_path: Path) -> None:
