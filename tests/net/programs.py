@@ -56,9 +56,10 @@ def of_pairs() -> Iterator[Program]:
 
 
 def of_moments() -> Iterator[Program]:
-    """Yield programs with calls at wrong moments, of those that need no device to be wrong."""
+    """Yield programs with calls at wrong moments, of those that need no device to be wrong. On threads no memory is in
+    common."""
     for moment in (moment for dial in DIALS for moment in dial.moments if not moment.unseen):
         wrong = [p.Wrong(*call) for call in moment.calls.items()]
         for stage in moment.stages:
             config = config_with({"stage": stage, "world_size": 2, **moment.changes})
-            yield Program(config, (*moment.before, *wrong, *moment.after, *steps(2)))
+            yield Program(config, (*moment.before, *wrong, *moment.after, *steps(2)), bool(moment.changes.get("host")))

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..support.machine import program as p
-from ..support.machine.backends import Backend, Processes
-from ..support.machine.hosts import ThreadsOnHosts
+from ..support.machine.backends import Backend, Processes, Threads
 from ..support.machine.program import Command
 from ..support.machine.ranks import Rank
 from ..support.plain import bits
@@ -87,7 +86,7 @@ def record(program: Program, pool: GlooPool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     try:
         for rank_class in (Watched, Undisturbed):
-            backend: Any = Processes(pool) if program.processes else ThreadsOnHosts()
+            backend: Any = Processes(pool) if program.processes else Threads()
             backend.rank = rank_class
             of_all = found.setdefault(rank_class.record, {})
             for label, seen in _follow(program, backend):
