@@ -328,3 +328,14 @@ def test_strides_that_no_tensor_has_are_an_error(tmp_path: Path) -> None:
         forge(path)
         for read in (lambda: open_checkpoint(path).state, lambda: zero.load(path, optimizer)):
             assert "state.safetensors: its strides" in error_of(read)
+
+
+def test_a_dict_that_was_consolidated_before_states_were_reset_is_not_shown_any_more() -> None:
+    def program(transport: Transport) -> str:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=1, process_group=transport)
+        optimizer.consolidate_state_dict(0)
+        optimizer.reset_states([model.last.weight])
+        return error_of(optimizer.state_dict)
+
+    assert all("consolidate_state_dict" in told for told in on_threads(2, program))
