@@ -442,7 +442,7 @@ class BucketStates:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Return a context in which states and master weights are written, wherever they lie. No piece is in a run."""
+        """Return a context in which states and master weights may be written, wherever they lie. Drops the runs."""
         self.wait_for_copies()
         self.snapshot()
         yield
