@@ -56,10 +56,11 @@ def of_pairs() -> Iterator[Program]:
 
 
 def of_moments() -> Iterator[Program]:
-    """Yield programs with calls at wrong moments, of those that need no device to be wrong. On threads no memory is in
-    common."""
+    """Yield programs with calls at wrong moments, of those that need no device to be wrong. Those that need memory in
+    common run on processes."""
     for moment in (moment for dial in DIALS for moment in dial.moments if not moment.unseen):
         wrong = [p.Wrong(*call) for call in moment.calls.items()]
         for stage in moment.stages:
             config = config_with({"stage": stage, "world_size": 2, **moment.changes})
-            yield Program(config, (*moment.before, *wrong, *moment.after, *steps(2)), bool(moment.changes.get("host")))
+            commands = (*moment.before, *wrong, *moment.after, *steps(2))
+            yield Program(config, commands, processes=bool(moment.changes.get("host")))
