@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of flat tensors with uneven shards, and a queue that keeps buckets in order.
+"""Reduce-scatter and all-gather of flat tensors with uneven shards, and a pipeline that keeps buckets in order.
 
 An algorithm is a class that is built on a transport; `ALGORITHMS` lists the named ones. This package knows nothing of
 optimizers.
@@ -33,7 +33,7 @@ from .messages import (
     Work,
     pass_on,
 )
-from .queue import BucketQueue
+from .pipeline import Pipeline, PipelineStage
 from .topology import (
     CPU,
     Choice,
@@ -120,7 +120,6 @@ __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "AllToAll",
-    "BucketQueue",
     "Chain",
     "Choice",
     "Collective",
@@ -132,6 +131,8 @@ __all__ = [
     "MismatchError",
     "Pairwise",
     "PeerError",
+    "Pipeline",
+    "PipelineStage",
     "Region",
     "Replicated",
     "Ring",

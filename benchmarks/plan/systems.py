@@ -144,7 +144,7 @@ def program_of_system(
         ),
         micro_batches=micro_batches,
         reduced=micro_batches if schedule.each_micro_batch else 1,
-        gathers_in_flight=0,
+        gathers_in_flight=math.inf,
         kept=schedule.shards_parameters and not reshard,
         streams=wires.on_gpu,
         control=all_reduce(wires, 4.0, RankGroup.neighbours(wires.cluster, ranks)).seconds,

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import BucketQueue, Collective, CollectiveError, Transport, Work, on_threads
+from collectives import Collective, CollectiveError, Pipeline, PipelineStage, Transport, Work, on_threads, pass_on
 from collectives.algorithms import plans
 from collectives.algorithms.plans import Hosts, Plan
 from collectives.backends import gloo as gloo_backend
@@ -91,9 +91,11 @@ def test_owners_have_the_sums_in_rank_order_for_the_bytes_of_the_formula(name: s
                 return work
 
             before = transport.traffic
-            queue = BucketQueue(launch, FOLDS_IN_FLIGHT if copied else 1, 0 if copied else 100)
-            queue.begin_round(range(BUCKETS))
-            queue.finish()
+            passing = [PipelineStage(1, launch, pass_on), PipelineStage(100)]
+            stages = [PipelineStage(FOLDS_IN_FLIGHT, launch)] if copied else passing
+            pipeline = Pipeline(*stages)
+            pipeline.begin_round(range(BUCKETS))
+            pipeline.finish()
             found.append([each.clone() for each in sums])
             sent.append((transport.traffic - before).payload_sent)
         wholes = [torch.full((numel,), -1.0) for _ in sums]

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from collectives import (
     Algorithm,
-    BucketQueue,
     Chain,
     Kind,
     Loopback,
     MismatchError,
     Pairwise,
+    Pipeline,
+    PipelineStage,
     Ring,
     Shared,
     Tag,
@@ -36,6 +37,7 @@ from collectives import (
     Transport,
     Work,
     on_threads,
+    pass_on,
 )
 from collectives.backend import Backend, Pending
 from collectives.links.messenger import ACK, ACK_PORT, PORTS
@@ -295,33 +297,38 @@ class Log:
         return [bucket for name, bucket in self.events if name == what]
 
 
+def passing_on(log: Log, passed_on: int) -> Pipeline:
+    """Return a pipeline of reductions one at a time, of which so many may be passed on and not complete."""
+    return Pipeline(PipelineStage(1, log.launch, pass_on), PipelineStage(passed_on))
+
+
 def test_a_round_cannot_begin_inside_another() -> None:
     log = Log()
-    queue = BucketQueue(log.launch, 2)
-    queue.begin_round([0, 1])
-    queue.ready(1)
+    pipeline = Pipeline(PipelineStage(2, log.launch))
+    pipeline.begin_round([0, 1])
+    pipeline.ready(1)
     with pytest.raises(RuntimeError, match="before the last one was complete"):
-        queue.begin_round([0, 1])
-    queue.finish()
-    queue.begin_round([5])
-    queue.ready(5)
+        pipeline.begin_round([0, 1])
+    pipeline.finish()
+    pipeline.begin_round([5])
+    pipeline.ready(5)
     assert (log.of("launch"), log.of("wait")) == ([0, 1, 5], [0, 1])
-    queue.drain()
+    pipeline.drain()
     assert log.of("wait") == [0, 1, 5]
     with pytest.raises(ValueError, match="at least one bucket must be allowed in flight, not 0"):
-        BucketQueue(log.launch, 0)
+        Pipeline(PipelineStage(0, log.launch))
 
 
 def test_a_round_that_was_abandoned_is_not_waited_for_and_another_may_begin() -> None:
     log = Log("wait", "pass_on")
-    queue = BucketQueue(log.launch, 1, 1)
-    queue.begin_round([0, 1, 2])
-    queue.ready(0)
-    queue.ready(1)
-    queue.abandon()
-    assert queue.done
-    queue.begin_round([5])
-    queue.finish()
+    pipeline = passing_on(log, 1)
+    pipeline.begin_round([0, 1, 2])
+    pipeline.ready(0)
+    pipeline.ready(1)
+    pipeline.abandon()
+    assert pipeline.done
+    pipeline.begin_round([5])
+    pipeline.finish()
     assert (log.of("launch"), log.of("wait")) == ([0, 1, 5], [5])
 
 
@@ -335,10 +342,56 @@ PASSED_ON += "pass_on 3, wait 2, wait 3"
     ids=["passed on", "completed"],
 )
 def test_a_bucket_is_passed_on_before_the_next_launch(log: Log, buckets: int, events: str) -> None:
-    queue = BucketQueue(log.launch, 1, 2)
-    queue.begin_round(range(buckets))
-    queue.finish()
+    pipeline = passing_on(log, 2)
+    pipeline.begin_round(range(buckets))
+    pipeline.finish()
     assert ", ".join(f"{name} {bucket}" for name, bucket in log.events) == events
+
+
+@pytest.mark.law("buffers in flight")
+@pytest.mark.law("launch order")
+@given(
+    limits=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    order=st.permutations(range(6)),
+    interrupted=st.sets(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=3),
+)
+def test_buckets_pass_every_stage_in_order_and_within_its_limit(
+    limits: list[int], order: Sequence[int], interrupted: set[tuple[int, int]]
+) -> None:
+    """Each work is begun and ended once, even if waits are interrupted before they end."""
+    inside: list[list[int]] = [[] for _ in limits]
+    begun: list[list[int]] = [[] for _ in limits]
+    left = set(interrupted)
+
+    def stage(number: int, limit: int) -> PipelineStage:
+        def begin(bucket: int) -> int:
+            assert len(inside[number]) < limit
+            assert not number or bucket not in inside[number - 1], "it is in two stages"
+            inside[number].append(bucket)
+            begun[number].append(bucket)
+            return bucket
+
+        def end(bucket: int) -> None:
+            if (number, bucket) in left:
+                left.discard((number, bucket))
+                raise KeyboardInterrupt
+            assert inside[number].pop(0) == bucket, "not the oldest"
+
+        return PipelineStage(limit, begin, end)
+
+    def until_it_ends(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except KeyboardInterrupt:
+            until_it_ends(call)
+
+    pipeline = Pipeline(*itertools.starmap(stage, enumerate(limits)))
+    pipeline.begin_round(range(len(order)))
+    for bucket in order:
+        until_it_ends(partial(pipeline.ready, bucket))
+    until_it_ends(pipeline.finish)
+    assert begun == [list(range(len(order)))] * len(limits)
+    assert inside == [[] for _ in limits]
 
 
 @pytest.mark.law("buffers in flight")

@@ -47,6 +47,7 @@ def unit(forward: float, backward: float, gather: float = 0.0, again: float | No
 ROOT, SLOW = unit(0, 0), UnitStep(PassSeconds(1, 1, host=3, host_backward=3))
 BACKWARD = (ROOT, unit(0, 8))
 CHAIN = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1)),) * 3  # 10 s from end to end, 1 s on the wire
+RETURNING = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1, returning=8)),) * 3
 LATE, HALFWAY = UnitStep(PassSeconds(0, 8, host_backward=20)), Reduction(1, 0.5, WireCost(2, 2, host=5))
 BUCKETS = tuple(Reduction(1, ready, wire(6)) for ready in (0.5, 0.75, 1.0))
 MICRO_BATCHES = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), micro_batches=4)
@@ -62,6 +63,10 @@ BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
     (StepProgram(BACKWARD, BUCKETS, in_flight=1), {"compute": 8, "reduction": 14}),
     (StepProgram(BACKWARD, (Reduction(1, 1.0, wire(6, fold=3)),)), {"compute": 8, "reduction": 6, "fold": 3}),
     (StepProgram(BACKWARD, CHAIN, in_flight=1), {"compute": 8, "reduction": 30}),
+    # launched at 8, 10 and 12; each is passed on 2 s later, and the last one is back 8 s after that
+    (StepProgram(BACKWARD, RETURNING, in_flight=1, passed_on=3), {"compute": 8, "reduction": 14}),
+    # with two under way the third is passed on when the first is back, at 18
+    (StepProgram(BACKWARD, RETURNING, in_flight=1, passed_on=2), {"compute": 8, "reduction": 18}),
     # updates 0-1, 1-2, 2-3, gathers 1-4, 4-7, and the third, which waits for the first, 7-10
     (StepProgram((ROOT,), updates=(UpdateStep(1, wire(3)),) * 3), {"update": 3, "gather": 7}),
     # three buckets are in memory: reads of 2 s follow each other, then one update and one write

@@ -11,11 +11,13 @@ A backward that is not OPEN is no error, since gradients may be cleared before t
 passes through a discriminator that was stepped. Its gradients are dropped, and until all are cleared they are
 ``unusable``.
 
-Means that ranks gather while a backward still runs: of each bucket as soon as it is summed.
+In a round a bucket passes the stages of one pipeline:
 
-For stages at which `p.grad` is the mean after each round, on accelerators, where a gather runs beside the backward. The
-divisor is that of the round's beginning. At its end the ranks compare what they have gathered, and with another divisor
-gather again.
+    reduce (1 or 2 at a time)  >  pass on, between replicas  >  gather the mean, at stage 0 on accelerators
+
+The last one is for `p.grad` that is the mean after each round, where a gather runs beside the backward. The divisor is
+that of the round's beginning. At its end the ranks compare what they have gathered, and with another divisor gather
+again.
 
 Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced or gathered,
 and the phase of the gradients since they were cleared. Does not know: p.grad, what ranks agree on.
@@ -24,14 +26,12 @@ and the phase of the gradients since they were cleared. Does not know: p.grad, w
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from functools import partial
 
 import torch
 
-from collectives import BucketQueue, Collective, Transport, Work
+from collectives import Collective, Pipeline, PipelineStage, Transport, Work, pass_on
 
 from ..core.bits import either, is_launched
 from ..core.stage import GATHERS_IN_FLIGHT, Stage, buckets_in_flight, sums_under_way
@@ -43,49 +43,31 @@ from ..runtime.joining import Joining
 class EarlyMeans:
     """The means that one rank gathers in a round before its end."""
 
-    def __init__(self, collective: Collective) -> None:
-        self._collective = collective
+    def __init__(self, collective: Collective, buckets: Sequence[Bucket]) -> None:
+        self._collective, self._buckets = collective, buckets
         self._divisor: float | None = None  # of the round; None: it gathers none
+        self._round = 0
         self._gathered: set[GradAccumulator] = set()
         self._are_right = True
-        self._flying: deque[Work] = deque()
 
-    def begin(self, divisor: float | None) -> None:
+    def begin(self, divisor: float | None, round_: int) -> None:
         """Begin a round. ``divisor``: None if means are not gathered before its end."""
         self._divisor = divisor if self._collective.transport.world_size > 1 else None
-        self._gathered, self._are_right = set(), True
+        self._gathered, self._are_right, self._round = set(), True, round_
 
-    def summed(self, gradients: GradAccumulator, round_: int) -> None:
-        """Launch the gather of a bucket that is summed. All ranks call it in the same order."""
-        if (
-            self._divisor is None
-            or gradients in self._gathered
-            or not is_launched(torch.device(gradients.bucket.device))
-        ):
-            return
-        while len(self._flying) >= GATHERS_IN_FLIGHT:
-            self._land()
-        self._flying.append(gradients.gather_means(self._collective, round_, self._divisor))
+    def gather(self, index: int) -> Work | None:
+        """Launch the gather of a bucket that is summed, if it is gathered now. All ranks call it in the same order."""
+        if self._divisor is None:
+            return None
+        gradients = self._buckets[index].grad
+        if gradients in self._gathered or not is_launched(torch.device(gradients.bucket.device)):
+            return None
+        work = gradients.gather_means(self._collective, self._round, self._divisor)
         self._gathered.add(gradients)
+        return work
 
-    def finish(self) -> None:
-        """Wait for the gathers."""
-        while self._flying:
-            self._land()
-
-    def _land(self) -> None:
-        self._flying[0].wait()
-        self._flying.popleft()
-
-    def abandon(self) -> None:
-        """Forget the round, after a failure that makes waiting useless."""
-        self._flying.clear()
-        self._divisor, self._gathered = None, set()
-
-    def invalidate(self) -> None:
-        """Give up the means, since a sum is about to be changed, perhaps inside a backward. Gathers write where a
-        contribution lies, so this waits for those under way."""
-        self.finish()
+    def forget(self) -> None:
+        """Give up the means, since a sum is about to be changed, perhaps inside a backward."""
         self._are_right = False
 
     @property
@@ -127,7 +109,7 @@ class BackwardSchedule:
         joining: Joining,
     ) -> None:
         """``buckets``: the list itself, which may grow; ``replicas``: groups of ranks that hold one copy each."""
-        self.buckets, self.early = buckets, EarlyMeans(collective)
+        self.buckets, self.early = buckets, EarlyMeans(collective, buckets)
         self._transport, self._collective, self._joining = transport, collective, joining
         self.number = 0  # rounds that this rank entered
         self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
@@ -149,7 +131,14 @@ class BackwardSchedule:
             assert schedule is not None
             return schedule._launch(bucket)
 
-        self._queue = BucketQueue(launch, buckets_in_flight(stage, collective.name), sums_under_way(replicas))
+        in_flight = buckets_in_flight(stage, collective.name)
+        stages = [PipelineStage(in_flight, launch)]
+        if replicas > 1:
+            stages = [PipelineStage(in_flight, launch, pass_on), PipelineStage(sums_under_way(replicas))]
+        self._before_means = len(stages)
+        if stage.grads_replicated:
+            stages.append(PipelineStage(GATHERS_IN_FLIGHT, self.early.gather))
+        self._pipeline = Pipeline(*stages)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -194,8 +183,8 @@ class BackwardSchedule:
         self._entered = True
         self.number += 1
         self._rounds_since_clear += 1
-        self.early.begin(self.divisor if self._shows_means else None)
-        self._queue.begin_round([bucket.spec.index for bucket in self._active])
+        self.early.begin(self.divisor if self._shows_means else None, self.number)
+        self._pipeline.begin_round([bucket.spec.index for bucket in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
         self._active = [bucket for bucket in self.buckets if bucket.begin_backward(pending=bucket.spec.index in also)]
@@ -204,7 +193,7 @@ class BackwardSchedule:
         """Note that the last gradient of a bucket has arrived. In a round the bucket is ready; under `no_sync` it is
         flushed."""
         if self._entered:
-            self._queue.ready(bucket.spec.index)
+            self._pipeline.ready(bucket.spec.index)
         elif not self._in_round:
             bucket.grad.flush(final=False)
 
@@ -215,8 +204,7 @@ class BackwardSchedule:
             named = zip(bucket.specs, bucket.trainable, strict=True)
             beside = f" (frozen: {', '.join(repr(spec.name) for spec, trained in named if not trained)})"
         label = f"backward {self._rounds_since_clear}{beside} since zero_grad(), {bucket.grad.label}"
-        then = partial(self.early.summed, bucket.grad, self.number)  # no reference back to this schedule
-        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable, then)
+        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable)
 
     def complete(self) -> bool:
         """Finish the backward under way, if there is one. Under `no_sync`: flush. In a round: launch the rest, wait and
@@ -228,10 +216,15 @@ class BackwardSchedule:
             return False
         if not self._entered:
             self._enter()
-        self._queue.finish()
-        self.early.finish()
+        self._pipeline.finish()
         self.means_divisor = None  # the sums have changed
         return True
+
+    def forget_means(self) -> None:
+        """Give up the means that are gathered in this round, since a sum is about to be changed, perhaps inside a
+        backward. Gathers write where a contribution lies, so this waits for those under way."""
+        self._pipeline.drain(self._before_means)
+        self.early.forget()
 
     def end_round(self) -> None:
         """End the round under way, when all that follows from its sums is done."""
@@ -246,8 +239,8 @@ class BackwardSchedule:
 
     def abandon(self) -> None:
         """Abandon the reductions under way: the transport is broken."""
-        self._queue.abandon()
-        self.early.abandon()
+        self._pipeline.abandon()
+        self.early.begin(None, self.number)
         self.end_round()
 
     def clear(self) -> None:

@@ -421,7 +421,7 @@ class Reducer:
         self.publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
-        self.schedule.early.invalidate()
+        self.schedule.forget_means()
         self.publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------

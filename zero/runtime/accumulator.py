@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -210,19 +209,17 @@ class GradAccumulator:
 
     # -- reduction ------------------------------------------------------------------------------------------------
 
-    def launch(
-        self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray, then: Callable[[], None]
-    ) -> Work:
+    def launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
         """Launch the reduce-scatter of this rank's contribution. All owners of the bucket must call it.
 
         ``trainable``: whether each slot's parameter is trainable; must be equal on all ranks. ``label`` and ``round_``
-        are part of the tag, which errors quote. ``then``: is called in the wait, when the sum is complete.
+        are part of the tag, which errors quote.
         """
         with self._launching():
             tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(trainable))
-            return self._launch(collective, tag, then)
+            return self._launch(collective, tag)
 
-    def _launch(self, collective: Collective, tag: Tag, then: Callable[[], None]) -> Work:
+    def _launch(self, collective: Collective, tag: Tag) -> Work:
         self.flush(final=True)
         self._open(final=True)
         assert self._local is not None
@@ -238,13 +235,13 @@ class GradAccumulator:
         if self._home is not None and before is not None:  # else it may be the contribution of a single rank
             self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
-        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, partial(self._reduced, then))
+        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, self._reduced)
 
     def _passed_on(self) -> None:
         """Note that the contribution is part of a sum: its memory, and that of the running sum, is free."""
         self._local = self._saved_sum = None
 
-    def _reduced(self, then: Callable[[], None]) -> None:
+    def _reduced(self) -> None:
         """Note that the reduction of the contribution is complete."""
         if self._home is not None:  # `wait_for_host` follows, when the backward is over
             total, kept = self._sum(), self._sum_at(self._home)
@@ -253,7 +250,6 @@ class GradAccumulator:
             self._kept_sum = kept
         self.has_sum = True
         self._close()
-        then()
 
     def _close(self) -> None:
         self.touched = False

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work, as_a_whole, behind_a_meeting
+from collectives import Collective, Kind, Pipeline, PipelineStage, Tag, Transport, Work, as_a_whole, behind_a_meeting
 from collectives.kernels import NORM_TYPES, kernels_of
 
 from ..core.norm import PowerSum
@@ -182,9 +182,9 @@ class Update:
         self, work: Sequence[_Work], changed: Sequence[int], groups: Sequence[Options], call: Call
     ) -> dict[int, Options]:
         """Make a call of the user's classes over buckets. ``changed``: those that change on some rank."""
-        queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
+        gathers = Pipeline(PipelineStage(GATHERS_IN_FLIGHT, self._gather))
         if self._stage.parameters_are_gathered:
-            queue.begin_round(changed)
+            gathers.begin_round(changed)
 
         def update(bucket: Bucket, gradient: FlatBuffer | None, present: bytes) -> BucketUpdate:
             def begin() -> None:
@@ -196,7 +196,7 @@ class Update:
                 gradient,
                 present,
                 self._event("update", bucket.spec.index),
-                partial(queue.ready, bucket.spec.index),
+                partial(gathers.ready, bucket.spec.index),
                 begin if self.watchers else None,
                 bucket.specs[0].optimizer_class,
             )
@@ -205,7 +205,7 @@ class Update:
         wait_for_host(spec for spec in specs if spec.stepped_on_host)  # copies for gathers may still read weights
         with behind_a_meeting(self._transport):
             options = self._user_optimizers.step([update(*each) for each in work], groups, call)
-            queue.finish()
+            gathers.finish()
         self._pool.drop_cheap()
         wait_for_host(spec for spec in specs if not spec.stepped_on_host)
         self._storage.stepped()

@@ -216,6 +216,7 @@ class WireCost:
         sent: payload bytes, over all ranks of the group.
         crossed: those that cross between hosts.
         host: seconds in which the host issues it, and what belongs to it.
+        returning: those of ``seconds`` in which a sum that this rank has passed on goes through the other replicas.
     """
 
     seconds: float = 0.0
@@ -224,6 +225,7 @@ class WireCost:
     sent: float = 0.0
     crossed: float = 0.0
     host: float = 0.0
+    returning: float = 0.0
 
 
 NOTHING = WireCost()
@@ -289,6 +291,7 @@ class Wires:
             count * inner.sent + 2 * (count - 1) * sum_bytes,
             count * inner.crossed + 2 * far * sum_bytes,
             inner.host,
+            2 * hops + (count - 1) * fold,
         )
 
     def fold(

@@ -95,9 +95,10 @@ class StepProgram:
         updates: in the order in which buckets are updated.
         micro_batches: forwards and backwards of a step.
         reduced: how many of them, the last ones, reduce gradients.
-        in_flight: reductions under way before the oldest is waited for; 0: no limit.
-        gathers_in_flight: of updated parameters; 0: no limit.
-        means_each_time: means are gathered at the end of each backward that reduces, not once a step.
+        in_flight: reductions under way before the oldest is waited for, or passed on.
+        passed_on: those that are passed on to the next replica and not complete; 0: there are no replicas.
+        gathers_in_flight: of updated parameters, and of means beside a backward.
+        means_each_time: means are gathered in each backward that reduces (without streams at its end), not once a step.
         kept: units stay whole between forward and backward, each in memory of its own.
         ahead: units that are gathered ahead of their use.
         streams: compute runs beside the host.
@@ -116,8 +117,9 @@ class StepProgram:
     updates: tuple[UpdateStep, ...] = ()
     micro_batches: int = 1
     reduced: int = 1
-    in_flight: int = 0
-    gathers_in_flight: int = GATHERS_IN_FLIGHT
+    in_flight: float = math.inf
+    passed_on: int = 0
+    gathers_in_flight: float = GATHERS_IN_FLIGHT
     means_each_time: bool = True
     kept: bool = False
     ahead: int = 1
@@ -271,7 +273,8 @@ def program_of(
         updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,
         reduced=setting.row.reduced_backwards(micro_batches),
-        in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)) + sums_under_way(setting.replicas),
+        in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)),
+        passed_on=sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
         kept=setting.keeps_units,
         ahead=setting.prefetch_depth,

@@ -11,7 +11,8 @@
     a copy starts at max(p, h, c, when its memory is ready), and its collective no earlier than at its end
     while the wire is busy, compute runs at 1/(1 + overlap) of its speed
 
-A `StepProgram` is the schedule as data. A rank without streams (a CPU) has one clock for host and compute. All ranks
+A `StepProgram` is the schedule as data. Buckets pass the pipeline of the library itself (`collectives/pipeline.py`),
+with works that advance these clocks. A rank without streams (a CPU) has one clock for host and compute. All ranks
 run the same program. Where their ends differ, as in a chain of replicas, the program has the costs of the last one.
 
 Knows: seconds, and their order. Does not know: FLOPs, bytes of dtypes, links, stages.
@@ -22,6 +23,8 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field, replace
+
+from collectives import Pipeline, PipelineStage, pass_on
 
 from ...core.stage import STATES_AHEAD, STATES_BEHIND
 from .compute import WireCost
@@ -77,11 +80,9 @@ class _Rank:
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
         self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
-        self._arriving: dict[int, tuple[float, float]] = {}  # unit -> end of its gather under way, seconds of a copy
-        self._flying: deque[tuple[float, float, float]] = deque()  # reductions: end, seconds of the fold and of copies
-        self._next = 0  # of the program's reductions
+        self._arriving: dict[int, _Sent] = {}  # unit -> its gather under way
+        self._reductions = Pipeline(*self._reducing())
         self._started = False  # an earlier backward of the step has reduced
-        self._ready: set[int] = set()
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
         for number, reduction in sorted(enumerate(program.reductions), key=lambda each: each[1].ready):
             self._by_unit.setdefault(reduction.unit, []).append((reduction.ready, number))
@@ -99,7 +100,7 @@ class _Rank:
             state.parts[part] += until - state.compute
             state.compute = until
 
-    def _work(self, seconds: float, part: str, name: str) -> None:
+    def work(self, seconds: float, part: str, name: str) -> None:
         """Let compute work. It is slower while the wire is busy."""
         if seconds <= 0.0:
             return
@@ -193,7 +194,7 @@ class _Rank:
         """Compute what the host issues in ``host`` seconds. It begins no earlier than these, and ends no earlier."""
         self.wait(self._now(), "host")
         self._launching(host)
-        self._work(seconds, "compute", name)
+        self.work(seconds, "compute", name)
         self.wait(self._now(), "host")
 
     def _release(self, unit: int, *, stays: bool) -> None:
@@ -213,7 +214,8 @@ class _Rank:
         own = self._program.kept or unit == 0
         free = self._last_use[unit] if own else self._used[ahead]
         copied = self._copy(copy, free, f"copy shard {unit}")
-        self._arriving[unit] = (max(copied, self._send(cost, max(free, copied), f"gather {unit}")), cost.fold)
+        end = max(copied, self._send(cost, max(free, copied), f"gather {unit}"))
+        self._arriving[unit] = _Sent(self, "gather", end, cost.fold, f"copy {unit}")
 
     def _copy(self, seconds: float, ready: float, name: str) -> float:
         """Launch a copy from the host, behind the work that compute has so far. Return its end; 0 without a copy."""
@@ -226,19 +228,13 @@ class _Rank:
 
     def _await_unit(self, unit: int) -> None:
         if unit in self._arriving:
-            end, copying = self._arriving.pop(unit)
             self.wait(self._now(), "host")
-            self._await_gather(end, copying, f"copy {unit}")
-
-    def _await_gather(self, end: float, copying: float, name: str) -> None:
-        self.wait(end, "gather")
-        self._work(copying, "fold", name)
+            self._arriving.pop(unit).wait()
 
     def _backward(self, reduces: bool) -> None:
         units = self._program.units
-        self._next, self._ready = 0, set()
-        if not reduces:
-            self._next = len(self._program.reductions)
+        if reduces:
+            self._reductions.begin_round(range(len(self._program.reductions)))
         self._differentiate(0, reduces)
         for unit in range(len(units) - 1, 0, -1):
             for ahead, other in enumerate(range(unit, max(unit - 1 - self._program.ahead, 0), -1)):
@@ -247,60 +243,62 @@ class _Rank:
             self._differentiate(unit, reduces)
         if not reduces:
             return
-        while self._next < len(self._program.reductions):
-            self._reduce()
-        while self._flying:
-            self._land()
+        self._reductions.finish()
         if self._program.host_reads:
             self.state.host = max(self.state.host, self.state.compute)
-        if self._program.means_each_time:
+        if self._program.means_each_time and not self._gathers_beside:
             self._gather_means()
         self._started = True
 
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
         self.wait(self._now(), "host")
-        self._work(passes.recompute, "recompute", f"recompute {unit}")
+        self.work(passes.recompute, "recompute", f"recompute {unit}")
         done = 0.0
         for ready, number in self._by_unit.get(unit, ()) if reduces else ():
             self._run((ready - done) * passes.host_backward, (ready - done) * passes.backward, f"backward {unit}")
             done = ready
-            self._ready.add(number)
-            while self._next in self._ready:
-                self._reduce()
+            self._reductions.ready(number)
         self._run((1 - done) * passes.host_backward, (1 - done) * passes.backward, f"backward {unit}")
         self._release(unit, stays=False)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
 
-    def _reduce(self) -> None:
-        """Launch the next bucket. If too many are under way, wait for the oldest first."""
-        limit = self._program.in_flight
-        while limit and len(self._flying) >= limit:
-            self._land()
-        reduction = self._program.reductions[self._next]
+    def _reducing(self) -> list[PipelineStage]:
+        """Return the stages of a bucket in a backward."""
+        program = self._program
+        stages = [PipelineStage(program.in_flight, self._reduce)]
+        if program.passed_on:
+            stages = [PipelineStage(program.in_flight, self._reduce, pass_on), PipelineStage(program.passed_on)]
+        if self._gathers_beside:
+            stages.append(PipelineStage(program.gathers_in_flight, self._gather_mean))
+        return stages
+
+    @property
+    def _gathers_beside(self) -> bool:
+        """True if means are gathered beside a backward."""
+        return self._program.means_each_time and self._program.streams
+
+    def _reduce(self, number: int) -> _Sent:
+        reduction = self._program.reductions[number]
         cost, copy = reduction.cost, reduction.copy
         if self._started:
             cost, copy = reduction.again or cost, 2 * copy
-        end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
-        self._flying.append((end, cost.fold, copy))
-        self._next += 1
+        end = self._send(cost, self.state.compute, f"reduce bucket {number}")
+        return _Sent(self, "reduction", end, cost.fold, "fold", copy, cost.returning)
 
-    def _land(self) -> None:
-        end, fold, copy = self._flying.popleft()
-        self.wait(end, "reduction")
-        self._work(fold, "fold", "fold")
-        self._work(copy, "disk", "copy sum")
+    def _gather_mean(self, number: int) -> _Sent | None:
+        return self._gathered(self._program.reductions[number].means, f"means {number}")
+
+    def _gathered(self, cost: WireCost, name: str) -> _Sent | None:
+        if cost.seconds <= 0.0:
+            return None
+        return _Sent(self, "gather", self._send(cost, self.state.compute, f"gather {name}"), cost.fold, f"copy {name}")
 
     def _gather_means(self) -> None:
-        reductions, ready = self._program.reductions, self.state.compute
-        ends = [
-            (self._send(reduction.means, ready, f"gather means {number}"), reduction.means.fold)
-            for number, reduction in enumerate(reductions)
-            if reduction.means.seconds > 0.0
-        ]
-        for end, fold in ends:
-            self._await_gather(end, fold, "copy means")
+        gathers = Pipeline(PipelineStage(math.inf, self._gather_mean))
+        gathers.begin_round(range(len(self._program.reductions)))
+        gathers.finish()
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -316,24 +314,23 @@ class _Rank:
             self.wait(state.host, "control")
         if not program.means_each_time:
             self._gather_means()
-        flying: deque[tuple[float, float]] = deque()
+        gathers = Pipeline(PipelineStage(program.gathers_in_flight, self._gather_updated))
+        gathers.begin_round(range(len(program.updates)))
         disk = _Disk(self, program)
         for number, bucket in enumerate(program.updates):
             disk.await_states(number)
             self._launching(bucket.host)
             self.wait(self._now(), "host")
-            self._work(bucket.update, "update", f"update {number}")
+            self.work(bucket.update, "update", f"update {number}")
             if program.host_updates:
                 state.host = max(state.host, state.compute)
             disk.write_states(number)
-            if bucket.gather.seconds > 0.0:
-                while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
-                    self._await_gather(*flying.popleft(), "copy updated")
-                end = self._send(bucket.gather, state.compute, f"gather updated {number}")
-                flying.append((end, bucket.gather.fold))
-        while flying:
-            self._await_gather(*flying.popleft(), "copy updated")
+            gathers.ready(number)
+        gathers.finish()
         self.wait(disk.writing, "disk")
+
+    def _gather_updated(self, number: int) -> _Sent | None:
+        return self._gathered(self._program.updates[number].gather, f"updated {number}")
 
     def finish(self) -> None:
         """Wait until every clock has ended."""
@@ -342,6 +339,27 @@ class _Rank:
         self.wait(state.wire, "reduction")
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
+
+
+class _Sent:
+    """A collective under way, as a work of the library. Compute waits for its end, and then adds up or copies."""
+
+    def __init__(
+        self, rank: _Rank, part: str, end: float, fold: float, name: str, copy: float = 0.0, returning: float = 0.0
+    ) -> None:
+        self._rank, self._part, self._end, self._returning = rank, part, end, returning
+        self._fold, self._name, self._copy = fold, name, copy
+
+    def pass_on(self) -> None:
+        """Add this rank's part to the sum, and send it on."""
+        self._rank.wait(self._end - self._returning - self._fold, self._part)
+        self._rank.work(self._fold, "fold", self._name)
+        self._end, self._fold = self._rank.state.compute + self._returning, 0.0
+
+    def wait(self) -> None:
+        self._rank.wait(self._end, self._part)
+        self._rank.work(self._fold, "fold", self._name)
+        self._rank.work(self._copy, "disk", "copy sum")
 
 
 class _Disk:
