@@ -7,7 +7,6 @@ optimizers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 import torch
 
@@ -16,7 +15,7 @@ from .algorithms.fold import Fold
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
-from .algorithms.process_group import AllToAll, Native
+from .algorithms.process_group import AllToAll
 from .algorithms.ring import Ring
 from .algorithms.shared import Shared
 from .backend import Region
@@ -33,37 +32,13 @@ from .messages import (
     Work,
     pass_on,
 )
+from .named import ALGORITHMS, folds
 from .pipeline import Pipeline, PipelineStage
-from .topology import (
-    CPU,
-    Choice,
-    algorithm_for,
-    choose,
-    costs_between,
-    fold,
-    hierarchical,
-    replicate,
-    route_by_hosts,
-    shared,
-)
+from .topology import CPU, Algorithm, Choice, algorithm_for, by_name, choose, replicate, route_by_hosts
 from .transport import Transport, as_a_whole
 from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
-Algorithm = Callable[[Transport], Collective]
-"""What ``collective=`` accepts besides a name: a class or function that builds a `Collective` on a transport."""
-
-
-ALGORITHMS: dict[str, Algorithm] = {
-    "pairwise": Pairwise,
-    "shared": shared,
-    "hierarchical": hierarchical,
-    "fold": fold,
-    "ring": Ring,
-    "all_to_all": AllToAll,
-    "native": Native,
-}
-"""The named algorithms, whose names ``collective=`` accepts."""
 
 
 def check_name(algorithm: str | Algorithm) -> None:
@@ -103,16 +78,11 @@ def build(
 def _build(transport: Transport, algorithm: str | Algorithm, device: torch.device, factor: int | None) -> Choice:
     check_name(algorithm)
     if factor is not None and factor < transport.world_size:
-        near = isinstance(algorithm, str) and algorithm in ("auto", "shared", "hierarchical")
-        return replicate(transport, factor, algorithm if near or callable(algorithm) else ALGORITHMS[algorithm], device)
+        return replicate(transport, factor, algorithm, device)
     if algorithm == "auto":
         return choose(transport, device)
-    if algorithm == "fold":
-        collective = fold(transport, device)
-        costs = costs_between(transport.world_size, collective.hosts)
-        return Choice(collective, f"asked for by name; {costs}", hosts=collective.hosts)
     if isinstance(algorithm, str):
-        return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
+        return by_name(transport, algorithm, device)
     return Choice(algorithm(transport), "asked for as a class")
 
 
@@ -147,6 +117,7 @@ __all__ = [
     "behind_a_meeting",
     "build",
     "check_name",
+    "folds",
     "on_threads",
     "pass_on",
     "ring_broadcast",

@@ -22,26 +22,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from .algorithms.base import Collective
 from .algorithms.fold import Fold, FoldOnDevices
-from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
 from .algorithms.plans import folded, why_not_folded
 from .algorithms.process_group import AllToAll, Native
-from .algorithms.shared import Shared
 from .backend import NCCL, Backend
 from .backends.rendezvous import HostListener, exchange_infos, host_key, join, machine_of
 from .backends.shared_memory import HybridBackend, SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .links.control_plane import MESH_RANKS
 from .messages import CollectiveError, Kind, Tag
+from .named import ALGORITHMS, Hosts, Needs
 from .transport import Transport, as_a_whole
 
 CPU = torch.device("cpu")
+Algorithm = Callable[[Transport], Collective]
+"""What ``collective=`` accepts besides a name: a class or function that builds a `Collective` on a transport."""
 
 
 @dataclass(frozen=True)
@@ -100,55 +102,43 @@ def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Tran
     return transport.over(HybridBackend(transport.backend, neighbours.local, transport.backend_ranks(mine)))
 
 
-Build = Callable[[Transport], Collective]
+def by_name(transport: Transport, name: str, device: torch.device = CPU) -> Choice:
+    """Build the algorithm of this name. Collective.
+
+    `fold` goes over NCCL if that moves every rank's tensors on ``device``, else over messages. Raises `CollectiveError`
+    if the ranks do not have what the algorithm `Needs`.
+    """
+    row, why = ALGORITHMS[name], "asked for by name"
+    hosts: Hosts = [range(transport.world_size)]
+    by_nccl = False
+    if not isinstance(transport.backend, ThreadBackend):
+        if row.shares_memory:
+            neighbours = connect_neighbours(transport)
+            _check(name, neighbours, hosts)
+            transport, hosts = _through_shared_memory(transport, neighbours), neighbours.hosts
+        elif row.needs is Needs.ORDERED_HOSTS and transport.world_size > 1:
+            by_nccl, hosts = _all_have_nccl(transport, device), _hosts_of(transport)
+            problem = why_not_folded(hosts) or (_why_no_parts(transport) if by_nccl else "")
+            if problem:
+                raise CollectiveError(f"collective {name!r}: {problem}")
+    collective = _fold_by_nccl(transport, hosts, device) if by_nccl else row.build(transport, hosts)
+    if not row.folds:
+        return Choice(collective, why)
+    why = f"{why}; {costs_between(transport.world_size, len(hosts))}"
+    return Choice(collective, why, hosts=len(hosts))
 
 
-def _builds(neighbours: Neighbours | None, ranks: Sequence[int]) -> dict[str, Build]:
-    """Return what builds each algorithm on a transport of ``ranks``. ``neighbours``: None if these are threads, which
-    are on one host."""
-    hosts = [range(len(ranks))] if neighbours is None else neighbours.among(ranks)
-    return {"pairwise": Pairwise, "shared": Shared, "hierarchical": lambda transport: Hierarchical(transport, hosts)}
-
-
-def shared(transport: Transport) -> Collective:
-    """Build `Shared`. Raises `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
-    return _by_name(transport, "shared")
-
-
-def hierarchical(transport: Transport) -> Collective:
-    """Build `Hierarchical` for the hosts of the ranks. Raises `CollectiveError` if ranks of a host cannot share memory.
-    Collective."""
-    return _by_name(transport, "hierarchical")
-
-
-def fold(transport: Transport, device: torch.device = CPU) -> Fold:
-    """Build `Fold` for the hosts of the ranks: over NCCL if it moves every rank's tensors on ``device``, else over
-    messages. Raises `CollectiveError` if the ranks are not numbered host by host. Collective."""
-    if transport.world_size == 1 or isinstance(transport.backend, ThreadBackend):
-        return Fold(transport, [range(transport.world_size)], Pairwise(transport))
-    by_nccl, hosts = _all_have_nccl(transport, device), _hosts_of(transport)
-    problem = why_not_folded(hosts) or (_why_no_parts(transport) if by_nccl else "")
-    if problem:
-        raise CollectiveError(f"collective 'fold': {problem}")
-    return _fold_by_nccl(transport, hosts, device) if by_nccl else Fold(transport, hosts, Pairwise(transport))
-
-
-def _by_name(transport: Transport, name: str) -> Collective:
-    world = range(transport.world_size)
-    if isinstance(transport.backend, ThreadBackend):
-        return _builds(None, world)[name](transport)
-    neighbours = connect_neighbours(transport)
-    _check(name, neighbours, [world])
-    return _builds(neighbours, world)[name](_through_shared_memory(transport, neighbours))
+def _made(name: str, transport: Transport) -> Collective:
+    return by_name(transport, name).collective
 
 
 def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
     """Raise `CollectiveError` if an algorithm that was asked for by name cannot work in each group of ranks."""
     if neighbours.local is None:
         raise CollectiveError(f"collective {name!r}: {neighbours.problem}")
-    if name == "shared" and any(len(neighbours.among(ranks)) > 1 for ranks in groups):
+    if ALGORITHMS[name].needs is Needs.ONE_HOST and any(len(neighbours.among(ranks)) > 1 for ranks in groups):
         raise CollectiveError(
-            f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}: use 'auto'"
+            f"collective {name!r} is for ranks of one host, and these are on {neighbours.hosts}: use 'auto'"
         )
 
 
@@ -215,8 +205,9 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
         "pairwise": f"each of the {len(hosts)} ranks has its own host",
         "hierarchical": f"{ranks} ranks are on {len(hosts)} hosts",
     }[name]
-    near = transport if name == "pairwise" else _through_shared_memory(transport, neighbours)
-    return Choice(_builds(neighbours, range(ranks))[name](near), reason)
+    row = ALGORITHMS[name]
+    near = _through_shared_memory(transport, neighbours) if row.shares_memory else transport
+    return Choice(row.build(near, hosts), reason)
 
 
 def _warned(transport: Transport, neighbours: Neighbours) -> str:
@@ -226,22 +217,24 @@ def _warned(transport: Transport, neighbours: Neighbours) -> str:
     return reason
 
 
-def replicate(transport: Transport, factor: int, algorithm: str | Build, device: torch.device = CPU) -> Choice:
-    """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", "shared", "hierarchical", or a
-    class. Collective."""
+def replicate(transport: Transport, factor: int, algorithm: str | Algorithm, device: torch.device = CPU) -> Choice:
+    """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", a name, or a class. Collective."""
     world = range(transport.world_size)
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, build: Build, reason: str, within: bool = False) -> Choice:
-        inner = build(near.split(mine, may_have_common=within))
+    def choice(near: Transport, build: Algorithm | str, reason: str, hosts: Hosts = (), within: bool = False) -> Choice:
+        part = near.split(mine, may_have_common=within)
+        inner = ALGORITHMS[build].build(part, hosts) if isinstance(build, str) else build(part)
         return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
 
-    if not isinstance(algorithm, str):
+    if callable(algorithm):
         return choice(transport, algorithm, "asked for")
+    if algorithm != "auto" and not ALGORITHMS[algorithm].shares_memory:
+        return choice(transport, partial(_made, algorithm), "asked for")
     if isinstance(transport.backend, ThreadBackend):
         name = "pairwise" if algorithm == "auto" else algorithm
-        return choice(transport, _builds(None, mine)[name], "the ranks are threads")
+        return choice(transport, name, "the ranks are threads", [range(factor)])
     if algorithm == "auto" and _all_have_nccl(transport, device):
         if transport.backend.has_parts or transport.backend.knows_parts(list(map(transport.backend_ranks, replicas))):
             return _replicas_by_nccl(transport, replicas, device)
@@ -249,20 +242,21 @@ def replicate(transport: Transport, factor: int, algorithm: str | Build, device:
         if transport.rank == 0:
             remedy = "give the optimizer the group of all ranks, or leave sharding_factor= away"
             warnings.warn(f"gradients and parameters travel {reason}: {remedy}", stacklevel=3)
-        return choice(transport, Pairwise, reason)
+        return choice(transport, "pairwise", reason)
     neighbours = connect_neighbours(transport)
     most = max(len(neighbours.among(ranks)) for ranks in replicas)
     if algorithm != "auto":
         _check(algorithm, neighbours, replicas)
     elif neighbours.local is None:
-        return choice(transport, Pairwise, _warned(transport, neighbours))
+        return choice(transport, "pairwise", _warned(transport, neighbours))
     else:
         algorithm = algorithm_for(factor, most, by_nccl=False, replicas=len(replicas))
     where = {"pairwise": ", and one in each replica", "shared": ", and each replica on one", "hierarchical": ""}
     return choice(
         _through_shared_memory(transport, neighbours),
-        _builds(neighbours, mine)[algorithm],
+        algorithm,
         f"{len(world)} ranks are on {len(neighbours.hosts)} host(s){where[algorithm]}",
+        neighbours.among(mine),
         within=most == 1 and algorithm != "pairwise",
     )
 

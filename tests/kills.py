@@ -28,22 +28,20 @@ import torch
 import torch.distributed as dist
 
 import collectives
-from collectives import Collective, CollectiveError, Hierarchical, Kind, Pairwise, Tag, Transport
+from collectives import ALGORITHMS, Algorithm, Collective, CollectiveError, Hierarchical, Kind, Tag, Transport
 from collectives.backends.gloo import connect
 from collectives.links.control_plane import MESH_RANKS
+from collectives.topology import by_name
 
-from .support.carried import folded
+from .support.carried import built
 from .support.processes import PATIENCE, Group
 from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
 LABEL = "the sum that never ends"
-ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
-    "shared": collectives.shared,
-    "pairwise": Pairwise,
-    "ring": collectives.Ring,
-    "all_to_all": collectives.AllToAll,
-    "fold": folded,
+MADE: dict[str, Algorithm] = {
+    **{name: built(name) for name, row in ALGORITHMS.items() if name != "native"},
+    "shared": lambda transport: by_name(transport, "shared").collective,
     "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
 }
 
@@ -134,7 +132,7 @@ def rank_of(rank: int, pipe: Any, port: int, case: Case) -> None:
     store.wait([f"has imported all {other}" for other in range(case.world_size)])
     limit = timedelta(seconds=case.limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
-    collective = ALGORITHMS[case.algorithm](connect())
+    collective = MADE[case.algorithm](connect())
     if case.world_size > MESH_RANKS:
         by_tree(collective.transport)
     pipe.send(sorted(set(named_files()) - set(before)))
@@ -194,7 +192,7 @@ def run(case: Case) -> None:
 def drawn(seed: int, ranks: int | None = None) -> Case:
     source = random.Random(seed)
     world_size = source.randint(2, 4) if ranks is None else ranks
-    algorithm = source.choice(sorted(ALGORITHMS))
+    algorithm = source.choice(sorted(MADE))
     return Case(
         algorithm,
         source.choice(["reduce_scatter", "all_gather", "broadcast", "exchange", "meet"]),

@@ -22,7 +22,6 @@ from collectives import (
     Kind,
     Loopback,
     Pairwise,
-    Ring,
     Shared,
     Tag,
     Traffic,
@@ -41,7 +40,7 @@ from ..support.carried import (
     SAME,
     assert_same_bits,
     awkward,
-    folded,
+    built,
     jitter,
     plain_sum,
     reduction,
@@ -65,15 +64,9 @@ APART = WAYS[:3]  # the only ways in which contributions and sums may have diffe
 FEW = 64  # elements of a chunk and of a block of a sum here, so that few elements make many
 Hosts = Sequence[Sequence[int]]
 MADE: dict[str, Callable[[Hosts], Algorithm]] = {
-    "pairwise": lambda hosts: Pairwise,
-    "shared": lambda hosts: Shared,
-    "hierarchical": lambda hosts: lambda transport: Hierarchical(transport, hosts),
+    **{name: partial(built, name) for name in ALGORITHMS},
     "shared by sockets": lambda hosts: lambda transport: Shared(Transport(meet(transport))),
     "hierarchical by sockets": lambda hosts: lambda transport: Hierarchical(routed(transport, hosts), hosts),
-    "all_to_all": lambda hosts: ALGORITHMS["all_to_all"],
-    "ring": lambda hosts: Ring,
-    "fold": lambda hosts: folded,
-    "native": lambda hosts: ALGORITHMS["native"],
 }
 ROWS = [*MADE, *(f"{name}-narrow" for name in MADE if name != "native" and "sockets" not in name)]
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 import collectives
 from collectives import (
+    ALGORITHMS,
     Algorithm,
     Collective,
     CollectiveError,
@@ -35,7 +36,6 @@ from collectives import (
     Pairwise,
     PeerError,
     Replicated,
-    Ring,
     Shared,
     Tag,
     Transport,
@@ -47,13 +47,14 @@ from collectives.backends.threads import Interference, ThreadBackend, _Transfer,
 from collectives.links import control_plane, messenger
 from collectives.links.control_plane import MESH_RANKS
 from collectives.links.messenger import SMALL
+from collectives.named import Needs
 from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
 from ..dials.loops import steps
 from ..dials.record import config_with
 from ..kills import LABEL, Case, by_tree, halves, launch, run
-from ..support.carried import FEWER, FP32, FP64, each, folded, hosts_of, jitter
+from ..support.carried import FEWER, FP32, FP64, built, each, hosts_of, jitter
 from ..support.late import LateLoopback, Threads
 from ..support.limits import PATIENT, at_once
 from ..support.machine.run import Played, play
@@ -148,16 +149,14 @@ class Clocked(Loopback[T]):
 
 PART = 1 << 13  # the least elements of a part here, so that large messages are sent in several
 NUMELS = [0, 12, messenger.SMALL, 4 * messenger.SMALL + 4]  # some slices are empty, small, large and acknowledged
-ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
-    "pairwise": Pairwise,
-    "ring": Ring,
-    "shared": Shared,
+OF_A_BACKEND = [name for name, row in ALGORITHMS.items() if row.needs is Needs.PROCESS_GROUP]
+BUILT: dict[str, Algorithm] = {
+    **{name: built(name) for name in ALGORITHMS if name not in OF_A_BACKEND},
     "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
-    "fold": folded,
     "tree": lambda t: Pairwise(by_tree(t)),
 }
 WHATS = ("reduce_scatter", "all_gather", "broadcast", "exchange", "meet")
-ROWS = [f"{algorithm} {what}" for algorithm in ALGORITHMS for what in WHATS]
+ROWS = [f"{algorithm} {what}" for algorithm in BUILT for what in WHATS]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -197,12 +196,11 @@ MIXED: dict[str, tuple[Any, ...]] = {  # bytes that a collective of the backend 
     "cut": (FIRST, (0, 2, 4), (0, 1, 4)),
     "dtype": (FIRST, (0, 2, 4), (0, 2, 4), FP64),
 }
-OF_A_BACKEND = ("all_to_all", "native")
 
 
 @pytest.mark.parametrize("name", rows(["pairwise", "ring", "shared", "hierarchical", "native"], ["all_to_all"]))
 def test_ranks_in_different_collectives_both_learn_of_both(name: str) -> None:
-    build: Algorithm = collectives.ALGORITHMS[name] if name in OF_A_BACKEND else ALGORITHMS[name]
+    build = built(name)
     for difference, (tag, *more) in (OTHERS | MIXED if name in OF_A_BACKEND else OTHERS).items():
         first, second, *dtype = more or [(0, 2, 4)] * 2
         given = (FIRST, first), (tag, second, *dtype)
@@ -280,7 +278,7 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
             raise ZeroDivisionError
 
     def program(transport: Transport) -> None:
-        collective = ALGORITHMS[algorithm](transport)
+        collective = BUILT[algorithm](transport)
         ready.wait()
         armed.set()
         try:
@@ -371,7 +369,7 @@ def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -
     algorithm, what = row.split()
 
     def program(transport: Transport) -> None:
-        collective = ALGORITHMS[algorithm](transport)
+        collective = BUILT[algorithm](transport)
         for number, numel in enumerate([*NUMELS, *NUMELS], 1):
             launch(collective, what, number, numel)()
 
@@ -399,7 +397,7 @@ def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
 @pytest.mark.parametrize("algorithm", rows(["pairwise"], ["ring", "hierarchical"]))
 def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At stage 3 the next unit's gather is launched before this unit's reductions, and waited for after them."""
-    config = config_with({"stage": 3, "world_size": 2, "collective": ALGORITHMS[algorithm]})
+    config = config_with({"stage": 3, "world_size": 2, "collective": BUILT[algorithm]})
     for small in (0, messenger.SMALL):
         monkeypatch.setattr(messenger, "SMALL", small)
         found = Clocked[Any](2).run(lambda transport: play(config, steps(3), transport))

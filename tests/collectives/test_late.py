@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives import ALGORITHMS, Kind, Tag, Transport
+from collectives import AllToAll, Kind, Tag, Transport
 from collectives.algorithms import plans
 from collectives.launches.sentinel import Post
 
 from ..dials.loops import step, steps
 from ..dials.record import config_with
-from ..support.carried import folded, reduction
+from ..support.carried import built, folded, reduction
 from ..support.late import LateBackend, folded_by_groups, on_late_threads
 from ..support.limits import PATIENT
 from ..support.machine.program import Backward, Command, Config, Freeze, Step, Uneven, ZeroGrad
@@ -128,7 +128,7 @@ def test_slices_are_padded_to_the_longest_if_that_adds_at_most_half(bounds: list
     sizes = [high - low for low, high in itertools.pairwise(bounds)]
 
     def program(transport: Transport) -> tuple[int, int]:
-        ALGORITHMS["all_to_all"](transport).all_gather(torch.ones(bounds[-1]), bounds, tag=GATHER).wait()
+        AllToAll(transport).all_gather(torch.ones(bounds[-1]), bounds, tag=GATHER).wait()
         return transport.traffic.payload_sent // 4, transport.traffic.payload_received // 4
 
     for own, found in zip(sizes, on_late_threads(len(sizes), program), strict=True):
@@ -148,9 +148,9 @@ def test_what_is_written_before_its_wait_or_never_waited_for_is_found(algorithm:
     def program(transport: Transport) -> None:
         source = torch.ones(8)
         if algorithm == "forgotten":
-            ALGORITHMS["all_to_all"](transport).all_gather(source, [0, 4, 8], tag=GATHER)
+            AllToAll(transport).all_gather(source, [0, 4, 8], tag=GATHER)
             return
-        collective, out = ALGORITHMS[algorithm](transport), torch.zeros(4)
+        collective, out = built(algorithm)(transport), torch.zeros(4)
         work = collective.reduce_scatter(source, [0, 4, 8], out, start=None, tag=reduction())
         source.add_(transport.rank)
         work.wait()

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import ALGORITHMS, Kind, MismatchError, PeerError, Tag, Transport
+from collectives import AllToAll, Kind, MismatchError, PeerError, Tag, Transport
 from collectives.algorithms.base import Several
 from collectives.backends.gloo import GlooBackend, GroupsOfMesh
 from collectives.launches.ledger import KEPT, Launches, Ledger, Verdict, compare, first_difference
@@ -65,7 +65,7 @@ def on_streams(size: int, program: Callable[[Transport], Any]) -> list[Any]:
 
 
 def launch(transport: Transport, tag: Tag) -> None:
-    ALGORITHMS["all_to_all"](transport).all_gather(torch.zeros(6), BOUNDS, tag=tag).wait()
+    AllToAll(transport).all_gather(torch.zeros(6), BOUNDS, tag=tag).wait()
 
 
 def test_no_collective_begins_behind_a_meeting_before_every_rank_is_at_the_gate() -> None:
@@ -198,7 +198,7 @@ def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:
         for bounds, dtype in ((BOUNDS, torch.float32), ([0, 1, 4, 6], torch.float32), (BOUNDS, torch.bfloat16)):
             transport.launches.ledger = Ledger()
             buffer = torch.zeros(6, dtype=dtype)
-            ALGORITHMS["all_to_all"](transport).all_gather(buffer, bounds, tag=gather(1)).wait()
+            AllToAll(transport).all_gather(buffer, bounds, tag=gather(1)).wait()
             found.append(transport.launches.ledger.state)
         return found
 

@@ -24,13 +24,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives import Collective, CollectiveError, Kind, PeerError, Region, Replicated, Tag, Transport, topology
+from collectives import (
+    Algorithm,
+    Collective,
+    CollectiveError,
+    Kind,
+    PeerError,
+    Region,
+    Replicated,
+    Tag,
+    Transport,
+    topology,
+)
 from collectives.backends import gloo as gloo_backend
 from collectives.backends import rendezvous, shared_memory
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
 from collectives.backends.shared_memory import INLINE, PAGE, Arena, PeerProcess, SharedMemoryBackend, Spans, Window
-from collectives.topology import choose, fold, hierarchical, replicate, shared
+from collectives.topology import by_name, choose, replicate
 from zero import ZeroOptimizer
 
 from ..support.carried import CPU
@@ -330,14 +341,18 @@ def automatic(transport: Transport) -> Collective:
     return choose(transport).collective
 
 
+def named(name: str) -> Algorithm:
+    return lambda transport: by_name(transport, name).collective
+
+
 @pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 0], [0, 0, 1, 1], [2, 1, 0]], ids=str)
 def test_what_is_chosen_follows_from_where_the_ranks_are(monkeypatch: pytest.MonkeyPatch, hosts: list[int]) -> None:
     on_hosts(monkeypatch, hosts)
     one_host, all_apart = len(set(hosts)) == 1, len(set(hosts)) == len(hosts)
     expected = "shared" if one_host else "pairwise" if all_apart else "hierarchical"
     assert on_wires(len(hosts), outcome(automatic)) == [expected] * len(hosts)
-    assert on_wires(len(hosts), outcome(hierarchical)) == ["hierarchical"] * len(hosts)
-    for found in on_wires(len(hosts), outcome(shared)):
+    assert on_wires(len(hosts), outcome(named("hierarchical"))) == ["hierarchical"] * len(hosts)
+    for found in on_wires(len(hosts), outcome(named("shared"))):
         assert found == "shared" if one_host else "collective 'shared' is for ranks of one host" in found
 
 
@@ -368,7 +383,7 @@ def test_a_fold_over_ranks_that_are_not_numbered_host_by_host_is_an_error_that_s
     hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_hosts(monkeypatch, hosts)
-    for found in on_wires(len(hosts), outcome(fold)):
+    for found in on_wires(len(hosts), outcome(named("fold"))):
         assert found.startswith(f"collective 'fold': {UNORDERED[hosts]}")
 
 
@@ -490,13 +505,13 @@ def test_ranks_that_cannot_share_memory_talk_and_rank_0_says_why(name: str) -> N
         problem(patch)
         with pytest.warns(UserWarning, match=f"the ranks talk over wire, not through shared memory: {words}"):
             assert on_wires(3, outcome(automatic), timeout=1.0) == ["pairwise"] * 3
-    for make in (shared, hierarchical):
+    for asked in ("shared", "hierarchical"):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             problem(patch)
             warnings.simplefilter("error")
-            found = on_wires(3, outcome(make), timeout=1.0)
+            found = on_wires(3, outcome(named(asked)), timeout=1.0)
         assert len(set(found)) == 1
-        assert re.match(f"collective '{make.__name__}': {words}", found[0])
+        assert re.match(f"collective '{asked}': {words}", found[0])
 
 
 def knock(info: RankInfo, data: bytes | None, files: list[int]) -> socket.socket:
@@ -536,7 +551,7 @@ def test_a_stranger_is_turned_away_and_the_ranks_connect() -> None:
         backend = join(transport, listener, infos)
         os.close(empty)
         assert isinstance(backend, SharedMemoryBackend), backend
-        return works(shared(Transport(backend))), [answer_of(stranger) for stranger in strangers]
+        return works(named("shared")(Transport(backend))), [answer_of(stranger) for stranger in strangers]
 
     assert on_wires(2, program) == [("shared", []), ("shared", [(b"", [])] * 8)]
     assert opened() <= before

@@ -14,7 +14,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives import Collective, CollectiveError, Fold, Hierarchical, Kind, Loopback, Pairwise, Tag, Transport
+from collectives import (
+    ALGORITHMS,
+    Collective,
+    CollectiveError,
+    Fold,
+    Hierarchical,
+    Kind,
+    Loopback,
+    Pairwise,
+    Tag,
+    Transport,
+)
 
 from .plain import assert_same_bits as assert_same_bits
 
@@ -39,6 +50,13 @@ def equal_hosts(transport: Transport, hosts: int = 2) -> list[range]:
 
 def folded(transport: Transport, hosts: int = 2) -> Collective:
     return Fold(transport, equal_hosts(transport, hosts), Pairwise(transport))
+
+
+def built(name: str, hosts: Sequence[Sequence[int]] | None = None) -> Callable[[Transport], Collective]:
+    """Return what builds the algorithm of this name for ranks that have what it needs, on these hosts. None, or if sums
+    go from host to host: on two equal ones."""
+    row = ALGORITHMS[name]
+    return lambda t: row.build(t, equal_hosts(t) if hosts is None or row.folds else hosts)
 
 
 FEWER = settings(max_examples=settings().max_examples // 3)  # a third of the profile's: each example starts threads

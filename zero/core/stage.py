@@ -147,10 +147,10 @@ def step_device(spec: ParameterSpec | BucketSpec) -> str:
     return "cpu" if spec.stepped_on_host else spec.device
 
 
-def buckets_in_flight(stage: Stage, algorithm: str) -> int:
-    """Return how many buckets are reduced at a time by an algorithm of this name, besides `sums_under_way`. Each holds
-    its contributions."""
-    return max(stage.reductions_in_flight, FOLDS_IN_FLIGHT if algorithm == "fold" else 0)
+def buckets_in_flight(stage: Stage, *, folds: bool) -> int:
+    """Return how many buckets are reduced at a time, besides `sums_under_way`. Each holds its contributions. ``folds``:
+    sums go from host to host."""
+    return max(stage.reductions_in_flight, FOLDS_IN_FLIGHT if folds else 0)
 
 
 def sums_under_way(replicas: int) -> int:

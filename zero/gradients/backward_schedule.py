@@ -31,7 +31,7 @@ from enum import Enum
 
 import torch
 
-from collectives import Collective, Pipeline, PipelineStage, Transport, Work, pass_on
+from collectives import Collective, Pipeline, PipelineStage, Transport, Work, folds, pass_on
 
 from ..core.bits import either, is_launched
 from ..core.stage import GATHERS_IN_FLIGHT, Stage, buckets_in_flight, sums_under_way
@@ -131,7 +131,7 @@ class BackwardSchedule:
             assert schedule is not None
             return schedule._launch(bucket)
 
-        in_flight = buckets_in_flight(stage, collective.name)
+        in_flight = buckets_in_flight(stage, folds=folds(collective.name))
         stages = [PipelineStage(in_flight, launch)]
         if replicas > 1:
             stages = [PipelineStage(in_flight, launch, pass_on), PipelineStage(sums_under_way(replicas))]

@@ -13,7 +13,7 @@ from typing import Annotated, Literal, cast
 
 import torch
 
-from collectives import algorithm_for
+from collectives import algorithm_for, folds
 
 from ..config import ShardingOptions
 from ..core.buckets import DEFAULT_CAP_MB, MIB, BucketSizes
@@ -247,7 +247,7 @@ class PlanSetting(ShardingOptions):
         """Over how many hosts sums are folded; 1 if they are not."""
         by_nccl = self.device != "cpu"
         found = algorithm_for(self.factor, self.hosts, by_nccl=by_nccl, replicas=self.replicas)
-        return self.hosts if found == "fold" else 1
+        return self.hosts if folds(found) else 1
 
     @property
     def states_on(self) -> Literal["", "disk", "host"]:

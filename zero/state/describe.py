@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from collectives import Choice, Fold
+from collectives import Choice, Fold, folds
 
 from ..core.formulas import KeptStates, formula_bytes, formula_traffic, peak_bounds, spread_of_owners
 from ..core.parameter_specs import parts_of
@@ -70,7 +70,7 @@ class Description:
         if replicas > 1:
             sums = f"sums of up to {sums_under_way(replicas)} buckets under way between {replicas} replicas"
             shared = f"sharding factor {self.sharding_factor} ({sums}), "
-        if self.collective == "fold":
+        if folds(self.collective):
             shared = f"sums of up to {FOLDS_IN_FLIGHT} buckets under way between hosts, "
         mesh = f"{self.mesh}, " if self.mesh else ""
         lines = [

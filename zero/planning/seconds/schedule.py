@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from collectives import folds
+
 from ...core.buckets import loads
 from ...core.conflicts import OF_SECONDS, check
 from ...core.grain import WHOLE
@@ -273,7 +275,7 @@ def program_of(
         updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,
         reduced=setting.row.reduced_backwards(micro_batches),
-        in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)),
+        in_flight=buckets_in_flight(setting.row, folds=folds(wires.algorithm(costs.group))),
         passed_on=sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
         kept=setting.keeps_units,
