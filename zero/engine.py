@@ -25,6 +25,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -128,26 +129,19 @@ def clip_together(
             total = total.merge(other.update.norm_sum(norm_type))
         except Exception as error:  # the ranks of the other groups wait for this one
             failed = failed or error
-    any_fp64 = any(parts.reducer.means.any_is_fp64() for parts in (first, *others))
-    head = {"error": None if failed is None else str(failed), "fp64": any_fp64}
-    message = json.dumps(head).encode() + b"\0" + total.to_bytes()
-    told = [data.partition(b"\0") for data in first.transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
+    part, why = total.to_bytes(), b"" if failed is None else str(failed).encode()
+    told = first.transport.exchange(part + why, Tag(Kind.EXCHANGE, "gradient norm"))
     if failed is not None:
         raise failed
-    facts = [json.loads(head) for head, _, _ in told]
-    for rank, theirs in enumerate(facts):
-        if theirs["error"] is not None:
-            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs['error']}")
-    total = PowerSum.of([], norm_type)
-    for _, _, part in told:
-        total = total.merge(PowerSum.from_bytes(part))
-    any_fp64 = any(theirs["fp64"] for theirs in facts)
-    norm = total.norm(torch.float64 if any_fp64 else torch.float32)
+    for rank, data in enumerate(told):
+        if theirs := data[len(part) :].decode():
+            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs}")
+    total = reduce(PowerSum.merge, map(PowerSum.from_bytes, told))
     for parts in (first, *others):
-        parts.reducer.note_elsewhere(is_finite=not (total.has_inf or total.has_nan))
+        parts.reducer.note_elsewhere(is_finite=total.is_finite)
     for parts in (first, *others):
-        parts.update.scale(norm, max_norm, norm_type, error_if_nonfinite)
-    return norm
+        parts.update.scale(total.norm(), max_norm, norm_type, error_if_nonfinite)
+    return total.norm()
 
 
 def _number(parts: Parts) -> int:

@@ -83,7 +83,7 @@ def _norm(kernels: DeviceKernels, timer: Host, numel: int) -> Row:
         return kernels.clip_factor(limbs, 1.0)
 
     def plain() -> tuple[Tensor, Tensor]:
-        norm = PowerSum.of(tensors, 2.0).norm(torch.float32)
+        norm = PowerSum.of(tensors, 2.0).norm()
         return norm, clip_factor(norm, 1.0)
 
     equal = all(same(mine.cpu(), other) for mine, other in zip(ours(), plain(), strict=True))

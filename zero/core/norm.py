@@ -59,6 +59,7 @@ class PowerSum:
         units: the finite part of Q (or the largest finite magnitude), as a multiple of 2**-1074.
         has_inf: an element was infinite, or its power or its block's sum exceeds fp64.
         has_nan: an element was NaN.
+        is_fp64: an element was fp64; so is the norm then.
 
     Raises:
         ValueError: `norm_type` is not greater than 0.
@@ -68,6 +69,7 @@ class PowerSum:
     units: int = 0
     has_inf: bool = False
     has_nan: bool = False
+    is_fp64: bool = False
 
     def __post_init__(self) -> None:
         check_norm_type(self.norm_type)
@@ -89,7 +91,7 @@ class PowerSum:
         """
         total = cls(norm_type)
         readers: dict[tuple[torch.dtype, torch.device], _Reader] = {}
-        for piece in pieces:
+        for piece in filter(Tensor.numel, pieces):
             key = (piece.dtype, piece.device)
             reader = readers.get(key)
             if reader is None:
@@ -102,8 +104,8 @@ class PowerSum:
                     f"{tuple(piece.shape)} and stride {piece.stride()}; flatten it in memory order first"
                 )
             reader.read(piece)
-        for reader in readers.values():
-            total = total.merge(cls(norm_type, *reader.finish()))
+        for (dtype, _), reader in readers.items():
+            total = total.merge(cls(norm_type, *reader.finish(), dtype is torch.float64))
         return total
 
     def merge(self, other: PowerSum) -> PowerSum:
@@ -115,14 +117,25 @@ class PowerSum:
         if self.norm_type != other.norm_type:
             raise ValueError(f"partials of a {self.norm_type}-norm and a {other.norm_type}-norm do not merge")
         units = max(self.units, other.units) if self.norm_type == math.inf else self.units + other.units
-        return type(self)(self.norm_type, units, self.has_inf or other.has_inf, self.has_nan or other.has_nan)
+        return PowerSum(
+            self.norm_type,
+            units,
+            self.has_inf or other.has_inf,
+            self.has_nan or other.has_nan,
+            self.is_fp64 or other.is_fp64,
+        )
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no element was infinite or NaN."""
+        return not (self.has_inf or self.has_nan)
 
     def to_bytes(self) -> bytes:
         """Return the partial as 288 bytes, whatever its value: p (fp64), flags (1 byte, 7 unused), units (272 bytes).
 
         All are little-endian. Equal partials give equal bytes.
         """
-        flags = self.has_inf | self.has_nan << 1
+        flags = self.has_inf | self.has_nan << 1 | self.is_fp64 << 2
         return _WIRE.pack(self.norm_type, flags, self.units.to_bytes(272, "little"))
 
     @classmethod
@@ -135,17 +148,18 @@ class PowerSum:
         if len(data) != _WIRE.size:
             raise ValueError(f"a partial of a norm has {_WIRE.size} bytes, not {len(data)}")
         norm_type, flags, units = _WIRE.unpack(data)
-        partial = cls(norm_type, int.from_bytes(units, "little"), bool(flags & 1), bool(flags & 2))
+        partial = cls(norm_type, int.from_bytes(units, "little"), bool(flags & 1), bool(flags & 2), bool(flags & 4))
         if partial.to_bytes() != data:
             raise ValueError("these bytes are no partial of a norm: flags or padding have bits that are never set")
         return partial
 
-    def norm(self, dtype: torch.dtype) -> Tensor:
-        """Return Q ** (1/p) as a 0-dim CPU tensor of `dtype`.
+    def norm(self) -> Tensor:
+        """Return Q ** (1/p) as a 0-dim CPU tensor, fp64 if `is_fp64`, else fp32.
 
         It is NaN if any element was NaN; otherwise inf if any element was inf or Q is. Q is rounded to fp64 once (half
-        to even), its root is taken in fp64, and that is rounded to `dtype`.
+        to even), its root is taken in fp64, and that is rounded to the norm's dtype.
         """
+        dtype = torch.float64 if self.is_fp64 else torch.float32
         return torch.tensor(self._root(), dtype=torch.float64, device="cpu").to(dtype)
 
     def _root(self) -> float:

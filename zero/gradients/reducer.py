@@ -212,11 +212,6 @@ class ReducedGrads:
                     found[place.parameter] = sum(parts)
         return found
 
-    def any_is_fp64(self) -> bool:
-        """Return whether the gradient of a used parameter is accumulated in fp64."""
-        doubles = [bucket for bucket in self._buckets if bucket.spec.dtypes.accumulate_dtype is torch.float64]
-        return any(1 in bucket.used for bucket in doubles)
-
     def held(self, *, keeps_minus_zero: bool = False) -> list[Tensor]:
         """Return the means that this rank steps with, 1-D, in few tensors, to be multiplied or divided in place.
 

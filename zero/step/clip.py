@@ -119,9 +119,7 @@ def clip_grad_norm_(
             )
         held.append((parameter, gradient))
     with torch.no_grad():
-        any_double = any(gradient.dtype == torch.float64 for _, gradient in held)
-        pieces = (in_memory_order(parameter, gradient) for parameter, gradient in held)
-        norm = PowerSum.of(pieces, norm_type).norm(torch.float64 if any_double else torch.float32)
+        norm = PowerSum.of((in_memory_order(parameter, gradient) for parameter, gradient in held), norm_type).norm()
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Kind, MismatchError, Tag, Transport, as_a_whole
@@ -59,24 +58,22 @@ class NormPart:
         shared: the sum over replicated parameters.
         digests: of each replicated parameter's gradient, of 64 bits; None if there is no gradient. Those of several
             ranks that share it add up.
-        is_fp64: whether any gradient is in fp64.
     """
 
     own: PowerSum
     shared: PowerSum
     digests: tuple[int | None, ...]
-    is_fp64: bool
 
     def pack(self) -> dict[str, Any]:
         """Return the part as JSON."""
         sums = {"own": self.own.to_bytes().hex(), "shared": self.shared.to_bytes().hex()}
-        return {**sums, "digests": self.digests, "is_fp64": self.is_fp64}
+        return {**sums, "digests": self.digests}
 
     @classmethod
     def unpack(cls, found: dict[str, Any]) -> NormPart:
         """Return the part that `pack` returned."""
         own, shared = (PowerSum.from_bytes(bytes.fromhex(found[key])) for key in ("own", "shared"))
-        return cls(own, shared, tuple(found["digests"]), found["is_fp64"])
+        return cls(own, shared, tuple(found["digests"]))
 
     def add(self, other: NormPart) -> NormPart:
         """Return the part of two ranks of one optimizer, which hold different pieces of the same gradients."""
@@ -84,7 +81,7 @@ class NormPart:
             None if a is None or b is None else (a + b) % _SIZE
             for a, b in zip(self.digests, other.digests, strict=True)
         )
-        return NormPart(self.own.merge(other.own), self.shared.merge(other.shared), digests, self.is_fp64)
+        return NormPart(self.own.merge(other.own), self.shared.merge(other.shared), digests)
 
     @property
     def total(self) -> PowerSum:
@@ -93,16 +90,7 @@ class NormPart:
 
     def of_a_part(self) -> NormPart:
         """Return the part of ranks that have no parameter in common with other ranks."""
-        return NormPart(self.total, PowerSum.of([], self.own.norm_type), (), self.is_fp64)
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether no gradient has an element that is infinite or NaN."""
-        return not (self.total.has_inf or self.total.has_nan)
-
-    def norm(self) -> Tensor:
-        """Return the norm, 0-dim."""
-        return self.total.norm(torch.float64 if self.is_fp64 else torch.float32)
+        return NormPart(self.total, PowerSum(self.own.norm_type), ())
 
 
 class _Listed(Protocol):
@@ -122,8 +110,6 @@ class _MeansInParts(Protocol):
     def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]: ...
 
     def digests(self, positions: Iterable[int]) -> dict[int, int | None]: ...
-
-    def any_is_fp64(self) -> bool: ...
 
 
 class ModelPart:
@@ -237,8 +223,8 @@ class ModelPart:
             told = group.exchange(json.dumps(message).encode(), tag)
         return [json.loads(data) for data in told]
 
-    def whole(self, replicated: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> NormPart:
-        """Return what all gradients of the whole model add to its norm. Collective; arguments: those of the clip.
+    def whole(self, replicated: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> PowerSum:
+        """Return the sum over all gradients of the whole model. Collective; arguments: those of the clip.
 
         Inside `join` ranks that have run out of micro-batches follow the others' call without its group, so the others
         let them have the result.
@@ -253,7 +239,7 @@ class ModelPart:
             arguments[_COUNT] = len(self._groups)
         mine = self._part(replicated, arguments)
         if not self._joining.active:
-            return self._merge(mine, replicated, arguments)
+            return self._merge(mine, replicated, arguments).total
         found: dict[str, Any] = {}
         if self._groups:
             try:
@@ -265,7 +251,7 @@ class ModelPart:
         for theirs in answers:
             if "problem" in theirs:
                 raise ValueError(theirs["problem"])
-        return NormPart.unpack(answers[0])
+        return NormPart.unpack(answers[0]).total
 
     def _part(self, replicated: Sequence[int], arguments: dict[str, float]) -> NormPart:
         """Return what the gradients of this optimizer add. Collective among its ranks."""
@@ -276,7 +262,7 @@ class ModelPart:
         )  # host synchronisation: exact integers, which devices do not have
         digests = self._means.digests(replicated)
         held = tuple(digests[place] if first or digests[place] is None else 0 for place in replicated)
-        part = NormPart(own, shared, held, self._means.any_is_fp64()).pack()
+        part = NormPart(own, shared, held).pack()
         message = {"places": list(replicated), "arguments": arguments, **part}
         told = self._transport.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, "a part of a gradient norm"))
         found = [json.loads(data) for data in told]
@@ -319,9 +305,8 @@ def _added(part: NormPart, told: Sequence[dict[str, Any]]) -> NormPart:
         for rank, theirs in enumerate(orders):
             if theirs[name] != first:
                 raise ValueError(_differs(name, rank, first, theirs[name]))
-    parts = [NormPart.unpack(theirs) for theirs in told]
-    own = reduce(PowerSum.merge, (theirs.own for theirs in parts))
-    return NormPart(own, part.shared, part.digests, any(theirs.is_fp64 for theirs in parts)).of_a_part()
+    own = reduce(PowerSum.merge, (NormPart.unpack(theirs).own for theirs in told))
+    return NormPart(own, part.shared, part.digests).of_a_part()
 
 
 def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:

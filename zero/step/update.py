@@ -10,7 +10,7 @@ Knows: the order of these. Does not know: the user's calls, and what the ranks a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from operator import methodcaller
 from typing import Protocol
 
@@ -40,8 +40,6 @@ class _Means(Protocol):
     def shards(self) -> list[Tensor]: ...
 
     def held(self, *, keeps_minus_zero: bool = False) -> list[Tensor]: ...
-
-    def any_is_fp64(self) -> bool: ...
 
 
 class _Parameters(Protocol):
@@ -127,10 +125,7 @@ class Update:
             return self._clip_on_device(max_norm)
         if not parts or not all(parts) or ON_DEVICE in parts:
             parts = self._transport.exchange(self.norm_part(norm_type), Tag(Kind.EXCHANGE, "gradient norm"))
-        total = PowerSum.of([], norm_type)
-        for data in parts:
-            total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._means.any_is_fp64() else torch.float32)
+        norm = reduce(PowerSum.merge, map(PowerSum.from_bytes, parts)).norm()
         return self.scale(norm, max_norm, norm_type, error_if_nonfinite)
 
     def scale(self, norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
