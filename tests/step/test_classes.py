@@ -113,7 +113,10 @@ ERRORS: list[tuple[list[dict[str, Any]], Any, dict[str, Any], str]] = [  # group
     ([*MODEL, of(another_sgd(1.0))], another_sgd(2.0), {}, "two classes have … Opt … rename one"),
     ([of(Flagged)], OPT.AdamW, {}, "param group 0: Flagged cannot be built with its options"),
     ([{"params": REST, "matrices": False}, {"params": MATRICES}], Flagged, {}, "'matrices' must be set"),
-    (MODEL, Wraps, {}, "TypeError: Wraps takes another optimizer in the place of parameters: name the class"),
+    *[
+        (MODEL, Wraps, given, "TypeError: Wraps takes another optimizer in the place of parameters: name the class")
+        for given in ({}, {"lr": 0.1})
+    ],
     ([of(Shares)], OPT.AdamW, {}, "0: optimizer_class is Shares, whose param groups are those of another optimizer"),
     (MODEL, TakesModel, {}, "TypeError: TakesModel takes a model, so ranks cannot step shards"),
     ([of(Gathers)], OPT.AdamW, {}, "0: optimizer_class is Gathers, whose step() calls all_gather of torch.distrib"),

@@ -104,10 +104,12 @@ def check_known(optimizer_class: OptimizerClass, arguments: Mapping[str, Any], b
     for name in arguments:
         if name not in parameters:
             near = difflib.get_close_matches(name, [*beside, *parameters], 1)
-            raise TypeError(
+            error = TypeError(
                 f"neither ZeroOptimizer nor {optimizer_class.__name__} has an argument {name!r}"
                 + (f": did you mean {near[0]!r}?" if near else "")
             )
+            check_takes_parameters(optimizer_class, error)
+            raise error
 
 
 def check_class(named: Any, place: str = "") -> None:
