@@ -40,7 +40,7 @@ class AlgorithmRow:
     Attributes:
         build: makes it on a transport of ranks that have what it needs. Local.
         needs: what that is.
-        folds: whether a sum goes from host to host, so that a bucket is under way for long.
+        folds: whether a bucket waits while its sum visits all hosts, so that two must be under way.
     """
 
     build: Callable[[Transport, Hosts], Collective]
@@ -66,5 +66,5 @@ ALGORITHMS = {
 
 
 def folds(name: str) -> bool:
-    """Return whether sums go from host to host in the algorithm of this name. A user's class may have any name."""
+    """Return the row's `AlgorithmRow.folds`; False if no row has this name, as that of a user's class."""
     return name in ALGORITHMS and ALGORITHMS[name].folds

@@ -2,8 +2,8 @@
 
     ready:    2   0       1          end
     begun:        0       1 2        3 ...        never 2 before 0 and 1
-    stages:   reduce (2) > pass on (2 a replica) > gather the mean (2)        in brackets: the most buckets inside
-              a bucket leaves a stage when the stage has no room for another one, the oldest first
+    stages:   reduce (1) > pass on (2 a replica)     or     reduce (2) > gather the mean (2)
+              in brackets the most buckets inside; the oldest leaves when there is no room for another one
 
 Every rank begins the same buckets in the same order, so that collectives match. The order in which they become ready
 may differ between ranks.
@@ -29,7 +29,10 @@ class PipelineStage:
         limit: the most buckets inside, at least 1. The next one is begun only when there is room.
         begin: begins the work of a bucket, given by its index, and returns it; None instead of a work: the bucket goes
             no further. Without a function the stage goes on with the work of the stage before.
-        end: called with the work before the bucket leaves; by default the work's ``wait``. An interrupt may repeat it.
+        end: called with the work before the bucket leaves; by default the work's ``wait``.
+
+    After an interrupt ``end`` may be called again, and, but in the first stage, ``begin``, too, which must return the
+    same work then.
     """
 
     limit: float
@@ -43,6 +46,10 @@ class PipelineStage:
         if self.limit < 1:
             raise ValueError(f"at least one bucket must be allowed in flight, not {self.limit}")
 
+    def _make_room(self) -> None:
+        while len(self._inside) >= self.limit:
+            self._leave()
+
     def _enter(self, bucket: int, before: Any) -> None:
         work = before if self.begin is None else self.begin(bucket)
         if work is not None:
@@ -51,14 +58,16 @@ class PipelineStage:
     def _leave(self) -> None:
         """End the oldest work, and let its bucket enter the next stage."""
         (bucket, work), later = self._inside[0], self._next
-        while later is not None and len(later._inside) >= later.limit:
-            later._leave()
+        if later is not None and later.begin is None:
+            later._make_room()  # for what `end` lets go on
         if self.end is None:
             work.wait()
         else:
             self.end(work)
         if later is not None:
-            later._enter(bucket, work)  # both again after an interrupt
+            if later._inside:
+                later._make_room()
+            later._enter(bucket, work)
         self._inside.popleft()
 
 
@@ -72,11 +81,6 @@ class Pipeline:
             stage._next = later
         self._to_begin: deque[int] = deque()  # the rest of the round
         self._ready: set[int] = set()
-
-    @property
-    def done(self) -> bool:
-        """True if every bucket of the round was begun."""
-        return not self._to_begin
 
     def begin_round(self, order: Iterable[int]) -> None:
         """Begin a round over the buckets in ``order``. Raises `RuntimeError` if buckets of the last one remain."""
@@ -109,7 +113,6 @@ class Pipeline:
             stage._inside.clear()
 
     def _start(self) -> None:
-        first = self._first
-        while len(first._inside) >= first.limit:
-            first._leave()
-        first._enter(self._to_begin.popleft(), None)
+        if self._first._inside:
+            self._first._make_room()
+        self._first._enter(self._to_begin.popleft(), None)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -128,10 +127,6 @@ def by_name(transport: Transport, name: str, device: torch.device = CPU) -> Choi
     return Choice(collective, why, hosts=len(hosts))
 
 
-def _made(name: str, transport: Transport) -> Collective:
-    return by_name(transport, name).collective
-
-
 def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
     """Raise `CollectiveError` if an algorithm that was asked for by name cannot work in each group of ranks."""
     if neighbours.local is None:
@@ -223,15 +218,16 @@ def replicate(transport: Transport, factor: int, algorithm: str | Algorithm, dev
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, build: Algorithm | str, reason: str, hosts: Hosts = (), within: bool = False) -> Choice:
+    def choice(near: Transport, made: Algorithm | str, reason: str, hosts: Hosts = (), within: bool = False) -> Choice:
         part = near.split(mine, may_have_common=within)
-        inner = ALGORITHMS[build].build(part, hosts) if isinstance(build, str) else build(part)
+        inner = ALGORITHMS[made].build(part, hosts) if isinstance(made, str) else made(part)
         return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
 
     if callable(algorithm):
         return choice(transport, algorithm, "asked for")
     if algorithm != "auto" and not ALGORITHMS[algorithm].shares_memory:
-        return choice(transport, partial(_made, algorithm), "asked for")
+        name = algorithm
+        return choice(transport, lambda part: by_name(part, name).collective, "asked for")
     if isinstance(transport.backend, ThreadBackend):
         name = "pairwise" if algorithm == "auto" else algorithm
         return choice(transport, name, "the ranks are threads", [range(factor)])
@@ -251,11 +247,11 @@ def replicate(transport: Transport, factor: int, algorithm: str | Algorithm, dev
         return choice(transport, "pairwise", _warned(transport, neighbours))
     else:
         algorithm = algorithm_for(factor, most, by_nccl=False, replicas=len(replicas))
-    where = {"pairwise": ", and one in each replica", "shared": ", and each replica on one", "hierarchical": ""}
+    where = {"pairwise": ", and one in each replica", "shared": ", and each replica on one"}
     return choice(
         _through_shared_memory(transport, neighbours),
         algorithm,
-        f"{len(world)} ranks are on {len(neighbours.hosts)} host(s){where[algorithm]}",
+        f"{len(world)} ranks are on {len(neighbours.hosts)} host(s){where.get(algorithm, '')}",
         neighbours.among(mine),
         within=most == 1 and algorithm != "pairwise",
     )

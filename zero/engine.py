@@ -129,19 +129,21 @@ def clip_together(
             total = total.merge(other.update.norm_sum(norm_type))
         except Exception as error:  # the ranks of the other groups wait for this one
             failed = failed or error
-    part, why = total.to_bytes(), b"" if failed is None else str(failed).encode()
-    told = first.transport.exchange(part + why, Tag(Kind.EXCHANGE, "gradient norm"))
+    message = {"error": None if failed is None else str(failed), "sum": total.to_bytes().hex()}
+    told = first.transport.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, "gradient norm"))
     if failed is not None:
         raise failed
-    for rank, data in enumerate(told):
-        if theirs := data[len(part) :].decode():
-            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs}")
-    total = reduce(PowerSum.merge, map(PowerSum.from_bytes, told))
+    found = [json.loads(data) for data in told]
+    for rank, theirs in enumerate(found):
+        if theirs["error"] is not None:
+            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs['error']}")
+    total = reduce(PowerSum.merge, (PowerSum.from_bytes(bytes.fromhex(theirs["sum"])) for theirs in found))
+    norm = total.norm()
     for parts in (first, *others):
         parts.reducer.note_elsewhere(is_finite=total.is_finite)
     for parts in (first, *others):
-        parts.update.scale(total.norm(), max_norm, norm_type, error_if_nonfinite)
-    return total.norm()
+        parts.update.scale(norm, max_norm, norm_type, error_if_nonfinite)
+    return norm
 
 
 def _number(parts: Parts) -> int:

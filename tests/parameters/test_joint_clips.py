@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
+from zero.core.norm import PowerSum
+from zero.step.update import Update
 
 from ..support.errors import error_of
 from ..support.limits import BOUND
@@ -139,3 +142,33 @@ def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_er
     words = "a further optimizer of 2 ranks, that of 'weight' and 1 more parameters, but its rank"
     for errors in on_threads(2, program):
         assert all(words in error for error in errors)
+
+
+@pytest.mark.law("errors")
+@pytest.mark.parametrize(
+    "failure", [MemoryError(), RuntimeError("file \udcff")], ids=["without a text", "a file's name"]
+)
+def test_a_rank_whose_further_gradients_cannot_be_summed_is_an_error_on_every_rank(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    norm_sum, fails = Update.norm_sum, threading.local()
+
+    def failing(self: Update, norm_type: float) -> PowerSum:
+        fails.after = getattr(fails, "after", math.inf) - 1
+        if not fails.after:
+            raise failure
+        return norm_sum(self, norm_type)
+
+    monkeypatch.setattr(Update, "norm_sum", failing)
+
+    def program(transport: Transport) -> str:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        together = ZeroOptimizer(model[0], stage=2, process_group=transport)
+        alone = ZeroOptimizer(model[1], stage=2, process_group=solo(), divisor=2)
+        model[1](model[0](torch.ones(2, 3))).sum().backward()
+        fails.after = 2 if transport.rank == 1 else math.inf
+        return error_of(together.clip_grad_norm_, 1.0, also=[alone])
+
+    theirs, mine = on_threads(2, program, timeout=BOUND)
+    assert mine == f"{type(failure).__name__}: {failure}"
+    assert theirs == f"RuntimeError: clip_grad_norm_(also=...), on rank 1: {failure}"

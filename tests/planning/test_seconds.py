@@ -50,6 +50,7 @@ CHAIN = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1)),) * 3  # 10 s from end 
 RETURNING = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1, returning=8)),) * 3
 LATE, HALFWAY = UnitStep(PassSeconds(0, 8, host_backward=20)), Reduction(1, 0.5, WireCost(2, 2, host=5))
 BUCKETS = tuple(Reduction(1, ready, wire(6)) for ready in (0.5, 0.75, 1.0))
+MEANS = tuple(replace(each, means=wire(3)) for each in BUCKETS)
 MICRO_BATCHES = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), micro_batches=4)
 GOES_ON = Reduction(1, 1.0, wire(6), wire(7), copy=2)
 COPIED = (ROOT, *(replace(unit(4, 4, again=again), copy=copy) for copy, again in ((2, 0), (3, 0), (5, None))))
@@ -67,6 +68,10 @@ BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
     (StepProgram(BACKWARD, RETURNING, in_flight=1, passed_on=3), {"compute": 8, "reduction": 14}),
     # with two under way the third is passed on when the first is back, at 18
     (StepProgram(BACKWARD, RETURNING, in_flight=1, passed_on=2), {"compute": 8, "reduction": 18}),
+    # the first sum is there at 10, and its mean is gathered behind the second sum, which the wire has until 16, by 19;
+    # the third sum follows until 25, the other means until 31; without streams all means are gathered at the end
+    (StepProgram(BACKWARD, MEANS, in_flight=2), {"compute": 8, "reduction": 17, "gather": 6}),
+    (StepProgram(BACKWARD, MEANS, in_flight=2, streams=False), {"compute": 8, "reduction": 14, "gather": 9}),
     # updates 0-1, 1-2, 2-3, gathers 1-4, 4-7, and the third, which waits for the first, 7-10
     (StepProgram((ROOT,), updates=(UpdateStep(1, wire(3)),) * 3), {"update": 3, "gather": 7}),
     # three buckets are in memory: reads of 2 s follow each other, then one update and one write

@@ -80,7 +80,8 @@ class PowerSum:
         """Return the partial over `pieces`, in any order; an exact zero if there are none.
 
         Args:
-            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device. Each starts at a parameter's
+            pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device; empty ones are skipped. Each
+                starts at a parameter's
                 start or at a multiple of 16 elements (8 for fp64) from it, and ends likewise or at the parameter's end.
                 Short pieces are collected before they are read, so a piece must keep its values until this returns.
             norm_type: p.

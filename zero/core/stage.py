@@ -114,7 +114,7 @@ class Stage:
 
 
 FOLDS_IN_FLIGHT = 2  # buckets at least, of which each waits for all hosts, while the next one's gradients come
-GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's shard may be kept for its peers to read
+GATHERS_IN_FLIGHT = 2  # of weights, or of means; for each, a copy of the rank's shard may be kept for its peers to read
 STATES_AHEAD = 1  # buckets whose offloaded states are read while a bucket is stepped
 STATES_BEHIND = 1  # buckets whose states may be copied back to the host meanwhile
 
@@ -149,7 +149,7 @@ def step_device(spec: ParameterSpec | BucketSpec) -> str:
 
 def buckets_in_flight(stage: Stage, *, folds: bool) -> int:
     """Return how many buckets are reduced at a time, besides `sums_under_way`. Each holds its contributions. ``folds``:
-    sums go from host to host."""
+    as in `collectives.folds`."""
     return max(stage.reductions_in_flight, FOLDS_IN_FLIGHT if folds else 0)
 
 

@@ -13,11 +13,12 @@ passes through a discriminator that was stepped. Its gradients are dropped, and 
 
 In a round a bucket passes the stages of one pipeline:
 
-    reduce (1 or 2 at a time)  >  pass on, between replicas  >  gather the mean, at stage 0 on accelerators
+    reduce (1 or 2 at a time)  >  pass on, between replicas
+    reduce                     >  gather the mean, at stage 0 on accelerators
 
-The last one is for `p.grad` that is the mean after each round, where a gather runs beside the backward. The divisor is
-that of the round's beginning. At its end the ranks compare what they have gathered, and with another divisor gather
-again.
+Means are gathered there for `p.grad` that is the mean after each round, where a gather runs beside the backward. The
+divisor is that of the round's beginning. At its end the ranks compare what they have gathered, and with another divisor
+gather again.
 
 Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced or gathered,
 and the phase of the gradients since they were cleared. Does not know: p.grad, what ranks agree on.
@@ -47,24 +48,24 @@ class EarlyMeans:
         self._collective, self._buckets = collective, buckets
         self._divisor: float | None = None  # of the round; None: it gathers none
         self._round = 0
-        self._gathered: set[GradAccumulator] = set()
+        self._gathered: dict[GradAccumulator, Work] = {}
         self._are_right = True
 
     def begin(self, divisor: float | None, round_: int) -> None:
         """Begin a round. ``divisor``: None if means are not gathered before its end."""
         self._divisor = divisor if self._collective.transport.world_size > 1 else None
-        self._gathered, self._are_right, self._round = set(), True, round_
+        self._gathered, self._are_right, self._round = {}, True, round_
 
     def gather(self, index: int) -> Work | None:
         """Launch the gather of a bucket that is summed, if it is gathered now. All ranks call it in the same order."""
         if self._divisor is None:
             return None
         gradients = self._buckets[index].grad
-        if gradients in self._gathered or not is_launched(torch.device(gradients.bucket.device)):
+        if not is_launched(torch.device(gradients.bucket.device)):
             return None
-        work = gradients.gather_means(self._collective, self._round, self._divisor)
-        self._gathered.add(gradients)
-        return work
+        if gradients not in self._gathered:
+            self._gathered[gradients] = gradients.gather_means(self._collective, self._round, self._divisor)
+        return self._gathered[gradients]
 
     def forget(self) -> None:
         """Give up the means, since a sum is about to be changed, perhaps inside a backward."""

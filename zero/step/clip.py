@@ -98,7 +98,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
 
     Returns:
-        The norm before clipping, 0-dim, on the first gradient's device: fp64 if any gradient is fp64, else fp32.
+        The norm before clipping, 0-dim, on the first gradient's device: fp64 if any gradient with elements is, else
+        fp32.
 
     Raises:
         ValueError: `norm_type` is not greater than 0, or `max_norm` is NaN or negative.

@@ -305,8 +305,9 @@ def _added(part: NormPart, told: Sequence[dict[str, Any]]) -> NormPart:
         for rank, theirs in enumerate(orders):
             if theirs[name] != first:
                 raise ValueError(_differs(name, rank, first, theirs[name]))
-    own = reduce(PowerSum.merge, (NormPart.unpack(theirs).own for theirs in told))
-    return NormPart(own, part.shared, part.digests).of_a_part()
+    parts = [NormPart.unpack(theirs) for theirs in told]
+    own = reduce(PowerSum.merge, (theirs.own for theirs in parts))
+    return NormPart(own, parts[0].shared, ()).of_a_part()
 
 
 def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:

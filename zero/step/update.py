@@ -115,7 +115,7 @@ class Update:
         return self.norm_sum(norm_type).to_bytes()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, parts: list[bytes]) -> Tensor:
-        """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
+        """Scale the means by one factor; return the norm before, 0-dim, of the dtype of `PowerSum.norm`. Collective.
 
         ``parts``: every rank's `clip_message`; empty if they were of other gradients. Raises `RuntimeError` on every
         rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN. The norm is on the device if all

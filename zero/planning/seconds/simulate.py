@@ -352,9 +352,11 @@ class _Sent:
 
     def pass_on(self) -> None:
         """Add this rank's part to the sum, and send it on."""
+        if not self._returning:
+            return
         self._rank.wait(self._end - self._returning - self._fold, self._part)
         self._rank.work(self._fold, "fold", self._name)
-        self._end, self._fold = self._rank.state.compute + self._returning, 0.0
+        self._end, self._fold, self._returning = self._rank.state.compute + self._returning, 0.0, 0.0
 
     def wait(self) -> None:
         self._rank.wait(self._end, self._part)
