@@ -35,7 +35,7 @@ from collectives.links.control_plane import pack_messages
 from collectives.links.messenger import CONTROL_PORT, HEADER_PORT, MARKER, MARKER_PORT, PAYLOAD_PORT, PORTS
 from collectives.messages import with_offset
 from zero.core import bits, layout, norm
-from zero.gradients import backward_schedule, grad_publisher, hooks, reducer
+from zero.gradients import backward_schedule, grad_publisher, reducer
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, flat_states
 from zero.step import user_optimizer
@@ -263,7 +263,7 @@ def device_paths() -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "host_readable", _no))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", _no))
-        for module in (user_optimizer, hooks, backward_schedule):
+        for module in (user_optimizer, backward_schedule):
             patches.enter_context(mock.patch.object(module, "is_launched", _yes))
         patches.enter_context(mock.patch.object(layout, "device_type", _cuda))
         for owner, name, wide in (

@@ -61,11 +61,10 @@ class EarlyMeans:
         if self._divisor is None:
             return None
         gradients = self._buckets[index].grad
-        if not is_launched(torch.device(gradients.bucket.device)):
-            return None
-        if gradients not in self._gathered:
-            self._gathered[gradients] = gradients.gather_means(self._collective, self._round, self._divisor)
-        return self._gathered[gradients]
+        work = self._gathered.get(gradients)
+        if work is None and is_launched(torch.device(gradients.bucket.device)):
+            work = self._gathered[gradients] = gradients.gather_means(self._collective, self._round, self._divisor)
+        return work
 
     def forget(self) -> None:
         """Give up the means, since a sum is about to be changed, perhaps inside a backward."""

@@ -5,8 +5,8 @@ ranks, stages, or when a graph task ends (`runtime/backward_tracker`).
 
     backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
                                             p.grad is a placeholder: its add_ captures the new gradient
-                  post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad;
-                                            on accelerators perhaps later (`taking`)
+                  post-accumulate hook      leaves the gradient in p.grad; that of a bucket's last one takes all
+                                            of the bucket, and puts placeholders (or None) there
                   end of the task           ends the backward; an exception skips it, so a later event must check
 """
 
@@ -22,7 +22,6 @@ from torch import Tensor
 
 from collectives.torch_internals import current_graph_task_id
 
-from ..core.bits import is_launched
 from ..core.parameter_specs import HELD_ELSEWHERE
 from ..runtime.backward_tracker import NO_TASK, BackwardTracker, reentrant
 from ..runtime.bucket import Bucket
@@ -51,16 +50,15 @@ class GradientListener(PlaceholderListener, Protocol):
 class _PostAccumulateHook:
     """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly.
 
-    On an accelerator it leaves the gradient in p.grad (`taking`), unless more is due: for the first gradient of a
-    backward, for the last one of a bucket, for one that a placeholder has captured, and where the current stream has
-    changed. To leave it takes no lock: a bucket is on one device, for which autograd has one thread.
+    It leaves the gradient in p.grad (`GradientTaking`), unless more is due: for the first gradient of a backward, for
+    the last one of a bucket, for one that a placeholder has captured, and where the current stream has changed. To
+    leave it takes no lock: a bucket is on one device, for which a graph task has one thread.
     """
 
-    __slots__ = ("_bucket", "_leaves", "_slot", "owner")
+    __slots__ = ("_bucket", "_slot", "owner")
 
     def __init__(self, owner: GradientHooks, bucket: Bucket, slot: int) -> None:
         self.owner, self._bucket, self._slot = weakref.ref(owner), weakref.ref(bucket), slot
-        self._leaves = is_launched(torch.device(bucket.spec.device))
 
     @untraced
     def __call__(self, parameter: Tensor) -> None:
@@ -68,8 +66,7 @@ class _PostAccumulateHook:
         if owner is None or bucket is None:
             return
         if (
-            self._leaves
-            and bucket.published[slot] is None
+            bucket.published[slot] is None
             and bucket.grad.missing > 1
             and current_graph_task_id() == owner.task
             and not (owner.streams.exist and owner.streams.changed())

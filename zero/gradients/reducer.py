@@ -5,12 +5,9 @@ up), which parameters were used, which buckets are pending, the divisor, and err
 
 Takes gradients out of p.grad, where autograd has put them, and leaves placeholders there.
 
-    CPU            each gradient by itself, in its parameter's hook
-    accelerators   the hook leaves the gradient in p.grad, until the last one of its bucket is there, or the backward
-                   ends: then all are taken in one loop. Until then p.grad is the user's, as in a plain loop: an edit
-                   by a hook is an edit of the gradient, and None is none
-
-A gradient that autograd adds to a placeholder is taken in its hook on all devices, since the next one would replace it.
+A hook leaves the gradient there until the last one of its bucket has come, or the backward ends: then all are taken in
+one loop. Until then p.grad is the user's, as in a plain loop: an edit by a hook is an edit of the gradient, and None is
+none. A gradient that autograd adds to a placeholder is taken in its hook, since the next one would replace it.
 
 The division of sums, with the bits of torch's `div_`, in one call for all buckets where there is one.
 
