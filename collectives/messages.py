@@ -53,6 +53,10 @@ class Tag:
     index: int = 0
     digest: int = 0
 
+    def digested(self, digest: int) -> Tag:
+        """Return the tag with another digest."""
+        return Tag(self.kind, self.label, self.round, self.index, digest)
+
     def pack(self, size: int) -> bytes:
         """Return the beginning of the header of a message of ``size`` bytes; `with_offset` completes it."""
         label = _cut(self.label)

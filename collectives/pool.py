@@ -33,6 +33,8 @@ class _Block:
 
     def __post_init__(self) -> None:
         self.device, self.nbytes = self.storage.device, self.storage.nbytes()  # known, they cost no call of torch
+        self.number = self.storage._cdata  # as torch counts its holders
+        self.is_kept = worth_keeping(self.device)
 
     @property
     def free(self) -> bool:
@@ -115,13 +117,13 @@ class Pool:
             return result
         free, in_use = list[_Block](), 0
         for each in self._blocks:  # whether one is free is asked once
-            if each.free:
+            if storage_use_count(each.number) == 1:  # as `free`, without its calls
                 free.append(each)
             else:
                 in_use += each.requested
         if free and not self._exact:
-            self._drop([each for each in free if not worth_keeping(each.device)])
-            free = [each for each in free if worth_keeping(each.device)]
+            self._drop([each for each in free if not each.is_kept])
+            free = [each for each in free if each.is_kept]
         self._most_requested = max(self._most_requested, in_use + need)
         block = self._best(free, need, device) if free else None
         if block is None:
@@ -135,7 +137,7 @@ class Pool:
     def drop_cheap(self) -> None:
         """Drop every free block that is not worth keeping, unless the pool is exact."""
         if not self._exact:
-            self._drop([block for block in self._blocks if block.free and not worth_keeping(block.device)])
+            self._drop([block for block in self._blocks if not block.is_kept and block.free])
 
     def trim(self) -> None:
         """Drop every free block."""

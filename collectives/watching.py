@@ -19,6 +19,8 @@ from .launches.sentinel import SENTINEL, Post
 from .messages import Kind, Tag
 from .transport import Transport
 
+_NOTHING = nullcontext()
+
 CHECK_EACH = "ZERO_CHECK_EACH"
 _OPENING = Tag(Kind.EXCHANGE, f"opening the sentinels' board: {CHECK_EACH} is 1 on all ranks or on none")
 
@@ -51,4 +53,4 @@ def watch(transport: Transport, sharing: int, device: torch.device) -> None:
 
 def behind_a_meeting(transport: Transport) -> AbstractContextManager[None]:
     """Return the context for collectives that follow a meeting in the same call. All ranks enter it, or none."""
-    return nullcontext() if transport.launches is None else transport.launches.behind_a_meeting()
+    return _NOTHING if transport.launches is None else transport.launches.behind_a_meeting()

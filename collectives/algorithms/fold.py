@@ -20,7 +20,6 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -86,7 +85,7 @@ class Fold:
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Scratch memory: twice the contribution, and the sums of a rail.
         `FoldOnDevices` reads ``start`` at the launch."""
-        tag = replace(tag, digest=tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
+        tag = tag.digested(tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
         return self._launch(source, bounds, out, start, tag)
 
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Hierarchical:
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Receives running sums and contributions into scratch memory."""
         t = self.transport
-        tag = replace(tag, digest=tag.digest ^ zlib.crc32(b"started")) if start is not None else tag
+        tag = tag.digested(tag.digest ^ zlib.crc32(b"started")) if start is not None else tag
         announced = t.announce_round(tag)
         way = (start is not None, source.itemsize, out.itemsize)
         if way not in self._plans:

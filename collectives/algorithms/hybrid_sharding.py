@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -115,7 +114,7 @@ class _OnDevice:
 
 
 def _digested(tag: Tag, tensor: Tensor) -> Tag:
-    return replace(tag, digest=zlib.crc32(repr((tag.digest, tensor.numel(), tensor.dtype)).encode()))
+    return tag.digested(zlib.crc32(repr((tag.digest, tensor.numel(), tensor.dtype)).encode()))
 
 
 class _Announced:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -115,7 +115,7 @@ class ProcessGroupAlgorithm(ABC):
         call. ``moved``: has the dtype, and the device, of what travels. Internal."""
         t = self.transport
         digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
-        agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
+        agreed = tag.digested(digest_of(tag.digest, bounds, moved.dtype))
         return launched(t, agreed, moved.device, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:

@@ -27,7 +27,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..messages import Kind, Tag
 from .messenger import GRACE, SMALL, ControlRecv, DeferredSends, Messenger, Send
@@ -63,7 +63,7 @@ def _arrived(
 
 
 def _marked(tag: Tag, mark: int) -> Tag:
-    return replace(tag, digest=tag.digest ^ mark)
+    return tag.digested(tag.digest ^ mark)
 
 
 def _nothing() -> None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +29,11 @@ from collectives.launches.ledger import compare
 
 from ..runtime.joining import SAME_UNITS, UnitOrder
 
+NO_FACTS: dict[str, Any] = {}  # never changed
 LONGEST_REPORT = 500  # characters: reports travel in every record
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The record of one rank.
 
     Attributes:
@@ -62,9 +62,9 @@ class Record:
     trainable: bytes
     error: str | None = None
     scale: float | None = None
-    options: dict[str, int] = field(default_factory=dict)
+    options: Mapping[str, int] = NO_FACTS
     attachment: bytes = b""
-    reports: dict[str, str] = field(default_factory=dict)
+    reports: Mapping[str, str] = NO_FACTS
     order: int = 0
     launched: tuple[int, int] | None = None
     gathered: float | None = None
@@ -107,6 +107,12 @@ class Record:
             **fields,
         )
 
+    @classmethod
+    def unpack_all(cls, messages: Sequence[bytes]) -> list[Record]:
+        """Return the records of all ranks. Equal messages, which ranks that agree mostly send, give one object."""
+        found = {data: cls.unpack(data) for data in set(messages)}
+        return [found[data] for data in messages]
+
 
 class Agreement:
     """The meetings of the ranks of one optimizer."""
@@ -119,7 +125,7 @@ class Agreement:
         self._warned = False  # of orders that differ
         self._own_reports: dict[str, str] = {}
         self.number = 0  # of the last meeting
-        self.reports: list[dict[str, str]] = [{} for _ in range(transport.world_size)]  # by rank, of the last agreement
+        self.reports: list[Mapping[str, str]] = [NO_FACTS] * transport.world_size  # by rank, of the last agreement
 
     def report(self, name: str, text: str | None) -> None:
         """Let all ranks have a short text in `reports` after each further agreement; None withdraws it. Local.
@@ -153,8 +159,8 @@ class Agreement:
         """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
         rank. ``record``: is called again after each round that this rank catches up."""
         also: dict[str, Any] = {"reports": dict(self._own_reports), "order": self._unit_order.take()}
-        messages = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
-        records = [Record.unpack(data) for data in messages]
+        messages = self.meet(purpose, rounds, catch_up, lambda: record()._replace(**also).pack())
+        records = Record.unpack_all(messages)
         self.reports = [record.reports for record in records]
         if all(record.error is None for record in records):
             self.compare_launches(records)
@@ -213,6 +219,8 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
             raise RuntimeError(f"rank {rank}: {record.error}")
     first = records[0]
     for rank, record in enumerate(records):
+        if record is first:
+            continue
         if record.divisor != first.divisor:
             raise ValueError(
                 f"{purpose}: optimizer.divisor is {first.divisor:g} on rank 0, but {record.divisor:g} on rank {rank}: "

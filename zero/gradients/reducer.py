@@ -27,7 +27,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from ctypes import c_float
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -435,8 +434,8 @@ class Reducer:
         """Agree which gradients exist, and gather the new means that are not gathered yet."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self.schedule.number)
         with self._agreeing():
-            own = replace(self._record(), gathered=self.schedule.early.divisor)
-            records = [Record.unpack(r) for r in self._transport.exchange(own.pack(), tag)]
+            own = self._record()._replace(gathered=self.schedule.early.divisor)
+            records = Record.unpack_all(self._transport.exchange(own.pack(), tag))
             self.agreement.compare_launches(records)
         self.schedule.agree_used([record.used for record in records])
         for record in records:
@@ -557,9 +556,7 @@ class Reducer:
 
         def record() -> Record:
             attachment = message if attach is None else attach(not self.schedule.is_open)
-            return replace(
-                self._record(), error=problem, scale=scale, options=dict(options or {}), attachment=attachment
-            )
+            return self._record()._replace(error=problem, scale=scale, options=options or {}, attachment=attachment)
 
         with self._agreeing():
             return self.agreement.agree(purpose, self.schedule.number, self._empty_round, record, self._name)

@@ -44,6 +44,8 @@ from .module_hooks import ForwardMethod, ModuleHooks
 from .released import guard_copies, refuse_transforms
 from .unit_manager import PrefetchOrder, UnitManager
 
+_NOTHING = nullcontext()
+
 
 @dataclass(eq=False)
 class _Forward:
@@ -229,7 +231,7 @@ class UnitHooks:
         if forward is None:
             return
         self._streams.end_on_current()
-        with self._backwards.beginning if len(self._running) == 1 else nullcontext():  # others begin after this
+        with self._backwards.beginning if len(self._running) == 1 else _NOTHING:  # others begin after this
             backward = in_backward()
             try:
                 graphs = backward or self._watch(hooks, output)

@@ -38,6 +38,8 @@ from .gathered.units import GatheredBuffer, GatheredUnit, GatheredUnits, State
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
 
+_NOTHING = nullcontext()
+
 Buffer = ResidentBuffer | GatheredBuffer
 _CHECKPOINTS = CheckpointFunction.forward.__code__.co_filename
 
@@ -201,7 +203,7 @@ class UnitManager:
         """Release a unit's parameters, unless the unit is held. Gathered buffers stay."""
         unit = self.units[number]
         if unit.installed and not unit.held:
-            with unit.uninstalling() if unit.gathered.buffers else nullcontext():
+            with unit.uninstalling() if unit.gathered.buffers else _NOTHING:
                 self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
@@ -219,7 +221,7 @@ class UnitManager:
 
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         gathered = unit.gathered.state is not State.SHARDED
-        with unit.gathered.resharding() if gathered else nullcontext():
+        with unit.gathered.resharding() if gathered else _NOTHING:
             if gathered:
                 self.gathered.wait(unit.gathered)
             if unit.installed:

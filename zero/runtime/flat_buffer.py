@@ -10,7 +10,7 @@ Knows: intervals and placements. Does not know: what the elements mean, stages, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ from ..core.stage import Placement
 Move = Callable[[Tensor], Tensor]  # from a tensor to the one with the same values elsewhere, or itself
 
 
-@contextmanager
-def usable_later() -> Iterator[None]:
+_UNCHANGED = nullcontext()
+
+
+def usable_later() -> AbstractContextManager[None]:
     """Leave inference mode in the block, without gradients: memory that is allocated in that mode cannot be used in a
     backward, or written outside of that mode, later."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
+    return _outside_of_inference() if torch.is_inference_mode_enabled() else _UNCHANGED
+
+
+@contextmanager
+def _outside_of_inference() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():
         yield
 

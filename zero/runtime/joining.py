@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+_NOTHING = nullcontext()
+
 Broadcast = Callable[[str, dict[str, Any]], AbstractContextManager[None]]
 
 
@@ -40,7 +42,7 @@ class Joining:
 
     def broadcast(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Return the context around a call that all ranks make. Inside `join` ranks without batches make it, too."""
-        return nullcontext() if self._broadcast is None else self._broadcast(name, arguments)
+        return _NOTHING if self._broadcast is None else self._broadcast(name, arguments)
 
 
 SAME_UNITS = (

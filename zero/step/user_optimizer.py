@@ -17,8 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,8 +45,7 @@ def _nothing() -> None:
     return None
 
 
-@dataclass(frozen=True)
-class BucketUpdate:
+class BucketUpdate(NamedTuple):
     """A step of one bucket's interval.
 
     Attributes:
@@ -225,7 +223,7 @@ class UserOptimizer:
         late = states.master.is_missing
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
-            built = self.plain(_param_groups([states], groups))
+            built = self.plain(_param_groups([states], {n: _OwnOptions(group).copied() for n, group in groups.items()}))
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late:
@@ -250,6 +248,7 @@ class UserOptimizer:
         """
         cut = frozenset(number for number, group in groups.items() if not group.get("fused"))
         rounded = {number: steps_of(group) for number, group in groups.items()}
+        options = {number: _OwnOptions(group) for number, group in groups.items()}
         found: list[_Stepped] = []
         ahead = (update.states for update in updates if 1 in update.present)
         for states in itertools.islice(ahead, STATES_AHEAD):
@@ -263,7 +262,7 @@ class UserOptimizer:
                     if update.begin is not None:
                         update.begin()
                 with together[0].event():
-                    found.append(_step(together, cut, groups, call))
+                    found.append(_step(together, cut, options, call))
                     self._adopt(together, rounded)
                 for update in together:
                     if 1 in update.present:
@@ -275,7 +274,7 @@ class UserOptimizer:
             for update in updates:
                 update.states.free_copies()
         changed = {number: _changed(number, group, found) for number, group in groups.items()}
-        return {number: options for number, options in changed.items() if options}
+        return {number: replaced for number, replaced in changed.items() if replaced}
 
     def _adopt(self, together: Sequence[BucketUpdate], rounded: Mapping[int, int]) -> None:
         """Take the states that the class has made, and round the master weights into the parameters.
@@ -293,8 +292,7 @@ class UserOptimizer:
             update.states.evict()
 
 
-@dataclass(frozen=True)
-class _Stepped:
+class _Stepped(NamedTuple):
     """A step of one instance.
 
     Attributes:
@@ -334,9 +332,11 @@ class NotElementwiseError(ValueError):
         self.why = why
 
 
-def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping[int, Options], call: Call) -> _Stepped:
+def _step(
+    together: Sequence[BucketUpdate], cut: frozenset[int], options: Mapping[int, _OwnOptions], call: Call
+) -> _Stepped:
     """Step the buckets of one instance. The class may edit tensors among the copies of options in place."""
-    groups, instance = {n: _apart(group) for n, group in groups.items()}, together[0].states.instance
+    groups, instance = {number: own.copied() for number, own in options.items()}, together[0].states.instance
     every = [update.states for update in together]
     try:
         sync_from_params([states.master for states in every])
@@ -349,8 +349,8 @@ def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping
             for run in states.runs:
                 run.parameter.grad = None
         instance.param_groups = []
-    options = {n: (after, given) for (n, given), after in zip(groups.items(), param_groups, strict=True)}
-    return _Stepped(frozenset().union(*(states.stepped_groups for states in every)), options)
+    pairs = {n: (after, given) for (n, given), after in zip(groups.items(), param_groups, strict=True)}
+    return _Stepped(frozenset().union(*(states.stepped_groups for states in every)), pairs)
 
 
 def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
@@ -388,15 +388,24 @@ def _param_groups(every: Sequence[BucketStates], groups: Mapping[int, Options]) 
     """Return the groups with the runs of these buckets as their parameters."""
     result = []
     for number, group in groups.items():
-        options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
         runs = [run.parameter for states in every for run in states.runs if states.groups[run.first] == number]
-        result.append({**options, "params": runs})
+        result.append({**group, "params": runs})
     return result
 
 
-def _apart(group: Options) -> Options:
-    """Return a copy of a group whose tensors a bucket's step may edit without an effect on the next bucket's step."""
-    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+class _OwnOptions:
+    """The options of a param group that the class sees, for the step of one bucket after the other."""
+
+    def __init__(self, group: Options) -> None:
+        self._options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+        self._tensors = [(key, value) for key, value in self._options.items() if isinstance(value, Tensor)]
+
+    def copied(self) -> Options:
+        """Return a copy whose tensors a bucket's step may edit without an effect on the next bucket's step."""
+        copy = self._options.copy()
+        for key, tensor in self._tensors:
+            copy[key] = tensor.clone()
+        return copy
 
 
 GROUPS_BESIDE_GATHERS = 4

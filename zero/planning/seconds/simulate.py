@@ -80,7 +80,7 @@ class _Rank:
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
         self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
-        self._arriving: dict[int, _Sent] = {}  # unit -> its gather under way
+        self._arriving: dict[int, _Launched] = {}  # unit -> its gather under way
         self._reductions = Pipeline(*self._reducing())
         self._started = False  # an earlier backward of the step has reduced
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
@@ -215,7 +215,7 @@ class _Rank:
         free = self._last_use[unit] if own else self._used[ahead]
         copied = self._copy(copy, free, f"copy shard {unit}")
         end = max(copied, self._send(cost, max(free, copied), f"gather {unit}"))
-        self._arriving[unit] = _Sent(self, "gather", end, cost.fold, f"copy {unit}")
+        self._arriving[unit] = _Launched(self, "gather", end, cost.fold, f"copy {unit}")
 
     def _copy(self, seconds: float, ready: float, name: str) -> float:
         """Launch a copy from the host, behind the work that compute has so far. Return its end; 0 without a copy."""
@@ -279,21 +279,23 @@ class _Rank:
         """True if means are gathered beside a backward."""
         return self._program.means_each_time and self._program.streams
 
-    def _reduce(self, number: int) -> _Sent:
+    def _reduce(self, number: int) -> _Launched:
         reduction = self._program.reductions[number]
         cost, copy = reduction.cost, reduction.copy
         if self._started:
             cost, copy = reduction.again or cost, 2 * copy
         end = self._send(cost, self.state.compute, f"reduce bucket {number}")
-        return _Sent(self, "reduction", end, cost.fold, "fold", copy, cost.returning)
+        return _Launched(self, "reduction", end, cost.fold, "fold", copy, cost.returning)
 
-    def _gather_mean(self, number: int) -> _Sent | None:
+    def _gather_mean(self, number: int) -> _Launched | None:
         return self._gathered(self._program.reductions[number].means, f"means {number}")
 
-    def _gathered(self, cost: WireCost, name: str) -> _Sent | None:
+    def _gathered(self, cost: WireCost, name: str) -> _Launched | None:
         if cost.seconds <= 0.0:
             return None
-        return _Sent(self, "gather", self._send(cost, self.state.compute, f"gather {name}"), cost.fold, f"copy {name}")
+        return _Launched(
+            self, "gather", self._send(cost, self.state.compute, f"gather {name}"), cost.fold, f"copy {name}"
+        )
 
     def _gather_means(self) -> None:
         gathers = Pipeline(PipelineStage(math.inf, self._gather_mean))
@@ -329,7 +331,7 @@ class _Rank:
         gathers.finish()
         self.wait(disk.writing, "disk")
 
-    def _gather_updated(self, number: int) -> _Sent | None:
+    def _gather_updated(self, number: int) -> _Launched | None:
         return self._gathered(self._program.updates[number].gather, f"updated {number}")
 
     def finish(self) -> None:
@@ -341,7 +343,7 @@ class _Rank:
         self.wait(state.compute * (1 + program.jitter), "jitter")
 
 
-class _Sent:
+class _Launched:
     """A collective under way, as a work of the library. Compute waits for its end, and then adds up or copies."""
 
     def __init__(
