@@ -129,15 +129,14 @@ def clip_together(
             total = total.merge(other.update.norm_sum(norm_type))
         except Exception as error:  # the ranks of the other groups wait for this one
             failed = failed or error
-    message = {"error": None if failed is None else str(failed), "sum": total.to_bytes().hex()}
-    told = first.transport.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, "gradient norm"))
+    message = json.dumps(None if failed is None else str(failed)).encode() + b"\0" + total.to_bytes()
+    told = [data.partition(b"\0") for data in first.transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
     if failed is not None:
         raise failed
-    found = [json.loads(data) for data in told]
-    for rank, theirs in enumerate(found):
-        if theirs["error"] is not None:
-            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs['error']}")
-    total = reduce(PowerSum.merge, (PowerSum.from_bytes(bytes.fromhex(theirs["sum"])) for theirs in found))
+    for rank, (why, _, _) in enumerate(told):
+        if (text := json.loads(why)) is not None:
+            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {text}")
+    total = reduce(PowerSum.merge, (PowerSum.from_bytes(part) for _, _, part in told))
     norm = total.norm()
     for parts in (first, *others):
         parts.reducer.note_elsewhere(is_finite=total.is_finite)
