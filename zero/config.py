@@ -208,7 +208,7 @@ class Config(ShardingOptions):
         self.mesh_place()
 
     def mesh_place(self) -> MeshPlace | None:
-        """Return the place of this rank in the mesh; None without a mesh. Raises `ValueError` if it is none to use."""
+        """Return the place of this rank in the mesh; None without a mesh. Raises `ValueError` if it cannot be used."""
         if self.mesh is None:
             return None
         from collectives.backends.device_mesh import place_in

@@ -63,7 +63,7 @@ class Stage:
     def sum_lies_apart(self, dtypes: Dtypes, *, is_mean: bool = False) -> bool:
         """Return whether the running sum of a rank's shard has memory of its own, outside the whole gradient buffer.
 
-        ``is_mean``: the sum of one rank that divides by 1 is the mean, and is kept once.
+        ``is_mean``: one rank divides by 1, so its sum is the mean, and only one of them is kept.
         """
         return not self.keeps_full_grads or (self.grads_replicated and not is_mean) or dtypes.widens
 

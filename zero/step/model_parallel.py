@@ -168,9 +168,9 @@ class ModelPart:
     def over(self, groups: Group | Sequence[Group]) -> Iterator[Exception | None]:
         """Return a context in which `whole` is over the ranks of one or several groups, too. Collective among them.
 
-        An error inside is one on all of these ranks. The context's value is an error that one of the groups is none to
-        use, of which the ranks of this optimizer do not know yet. The other parts wait for this rank then: those of
-        earlier clips get the error at once, others at their time limit.
+        An error inside is one on all of these ranks. The context's value is an error if one of the groups cannot be
+        used; the ranks of this optimizer do not know it yet. The other parts wait for this rank then: those of earlier
+        clips get the error at once, others at their time limit.
         """
         several = groups if isinstance(groups, (list, tuple)) else [groups]
         self._groups, self._told, problem = [], 0, None
