@@ -7,9 +7,11 @@ optimizers.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
+from . import named
 from .algorithms.base import Collective, all_gather_from
 from .algorithms.fold import Fold
 from .algorithms.hierarchical import Hierarchical
@@ -32,13 +34,17 @@ from .messages import (
     Work,
     pass_on,
 )
-from .named import ALGORITHMS, folds
+from .named import folds
 from .pipeline import Pipeline, PipelineStage
-from .topology import CPU, Algorithm, Choice, algorithm_for, by_name, choose, replicate, route_by_hosts
+from .topology import CPU, Choice, algorithm_for, by_name, choose, replicate, route_by_hosts
 from .transport import Transport, as_a_whole
 from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
+ALGORITHMS = named.ALGORITHMS
+"""The named algorithms, a row each, by the name that ``collective=`` accepts."""
+Algorithm = Callable[[Transport], Collective]
+"""What ``collective=`` accepts besides a name: a class or function that builds a `Collective` on a transport."""
 
 
 def check_name(algorithm: str | Algorithm) -> None:

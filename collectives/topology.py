@@ -41,8 +41,7 @@ from .named import ALGORITHMS, Hosts, Needs
 from .transport import Transport, as_a_whole
 
 CPU = torch.device("cpu")
-Algorithm = Callable[[Transport], Collective]
-"""What ``collective=`` accepts besides a name: a class or function that builds a `Collective` on a transport."""
+Build = Callable[[Transport], Collective]
 
 
 @dataclass(frozen=True)
@@ -212,13 +211,13 @@ def _warned(transport: Transport, neighbours: Neighbours) -> str:
     return reason
 
 
-def replicate(transport: Transport, factor: int, algorithm: str | Algorithm, device: torch.device = CPU) -> Choice:
+def replicate(transport: Transport, factor: int, algorithm: str | Build, device: torch.device = CPU) -> Choice:
     """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", a name, or a class. Collective."""
     world = range(transport.world_size)
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, made: Algorithm | str, reason: str, hosts: Hosts = (), within: bool = False) -> Choice:
+    def choice(near: Transport, made: Build | str, reason: str, hosts: Hosts = (), within: bool = False) -> Choice:
         part = near.split(mine, may_have_common=within)
         inner = ALGORITHMS[made].build(part, hosts) if isinstance(made, str) else made(part)
         return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
