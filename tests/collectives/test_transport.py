@@ -357,7 +357,7 @@ def test_a_bucket_is_passed_on_before_the_next_launch(log: Log, buckets: int, ev
 def test_buckets_pass_every_stage_in_order_and_within_its_limit(
     limits: list[int], order: Sequence[int], interrupted: set[tuple[int, int]]
 ) -> None:
-    """Each work is begun once, even if waits are interrupted before they end."""
+    """Each work is begun once, even if waits are interrupted; then one may be ended again, which does nothing."""
     inside: list[list[int]] = [[] for _ in limits]
     begun: list[list[int]] = [[] for _ in limits]
     left = set(interrupted)
