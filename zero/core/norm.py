@@ -81,9 +81,9 @@ class PowerSum:
 
         Args:
             pieces: 1-D contiguous tensors of fp32, fp64, bf16 or fp16, on any device; empty ones are skipped. Each
-                starts at a parameter's
-                start or at a multiple of 16 elements (8 for fp64) from it, and ends likewise or at the parameter's end.
-                Short pieces are collected before they are read, so a piece must keep its values until this returns.
+                starts at a parameter's start or at a multiple of 16 elements (8 for fp64) from it, and ends likewise or
+                at the parameter's end. Short pieces are collected before they are read, so a piece must keep its values
+                until this returns.
             norm_type: p.
 
         Raises:

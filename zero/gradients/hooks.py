@@ -5,8 +5,8 @@ ranks, stages, or when a graph task ends (`runtime/backward_tracker`).
 
     backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
                                             p.grad is a placeholder: its add_ captures the new gradient
-                  post-accumulate hook      leaves the gradient in p.grad; that of a bucket's last one takes all
-                                            of the bucket, and puts placeholders (or None) there
+                  post-accumulate hook      leaves the gradient in p.grad; where it is the bucket's last one, takes
+                                            all of the bucket, and puts placeholders (or None) there
                   end of the task           ends the backward; an exception skips it, so a later event must check
 """
 

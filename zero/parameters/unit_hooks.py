@@ -27,7 +27,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,13 +38,12 @@ from collectives.torch_internals import call_impl, wrapped_call_impl
 from ..core.units import ROOT, Units, UnitSchedule
 from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd, in_backward, runs
 from ..runtime.joining import UnitOrder
+from ..runtime.profiler_ranges import NOTHING
 from ..runtime.streams import Streams
 from .gathered.units import SavedTensorHooks
 from .module_hooks import ForwardMethod, ModuleHooks
 from .released import guard_copies, refuse_transforms
 from .unit_manager import PrefetchOrder, UnitManager
-
-_NOTHING = nullcontext()
 
 
 @dataclass(eq=False)
@@ -231,7 +230,7 @@ class UnitHooks:
         if forward is None:
             return
         self._streams.end_on_current()
-        with self._backwards.beginning if len(self._running) == 1 else _NOTHING:  # others begin after this
+        with self._backwards.beginning if len(self._running) == 1 else NOTHING:  # others begin after this
             backward = in_backward()
             try:
                 graphs = backward or self._watch(hooks, output)

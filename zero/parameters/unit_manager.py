@@ -16,7 +16,7 @@ know: modules, autograd, memory, or when a unit is needed: its callers unshard, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -32,13 +32,11 @@ from ..core.parameter_specs import COPY, as_plain
 from ..core.units import ONE_AHEAD, Around
 from ..runtime.backward_tracker import callers
 from ..runtime.joining import SAME_UNITS, Joining
-from ..runtime.profiler_ranges import ProfilerRange
+from ..runtime.profiler_ranges import NOTHING, ProfilerRange
 from .edit_detector import EditDetector
 from .gathered.units import GatheredBuffer, GatheredUnit, GatheredUnits, State
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
-
-_NOTHING = nullcontext()
 
 Buffer = ResidentBuffer | GatheredBuffer
 _CHECKPOINTS = CheckpointFunction.forward.__code__.co_filename
@@ -203,7 +201,7 @@ class UnitManager:
         """Release a unit's parameters, unless the unit is held. Gathered buffers stay."""
         unit = self.units[number]
         if unit.installed and not unit.held:
-            with unit.uninstalling() if unit.gathered.buffers else _NOTHING:
+            with unit.uninstalling() if unit.gathered.buffers else NOTHING:
                 self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
@@ -221,7 +219,7 @@ class UnitManager:
 
     def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         gathered = unit.gathered.state is not State.SHARDED
-        with unit.gathered.resharding() if gathered else _NOTHING:
+        with unit.gathered.resharding() if gathered else NOTHING:
             if gathered:
                 self.gathered.wait(unit.gathered)
             if unit.installed:

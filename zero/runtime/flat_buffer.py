@@ -10,7 +10,7 @@ Knows: intervals and placements. Does not know: what the elements mean, stages, 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -20,17 +20,15 @@ from collectives import Collective, Tag, Work
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Cuts, ParameterSpec, PartOfCuts, Piece, Slot
 from ..core.stage import Placement
+from .profiler_ranges import NOTHING
 
 Move = Callable[[Tensor], Tensor]  # from a tensor to the one with the same values elsewhere, or itself
-
-
-_UNCHANGED = nullcontext()
 
 
 def usable_later() -> AbstractContextManager[None]:
     """Leave inference mode in the block, without gradients: memory that is allocated in that mode cannot be used in a
     backward, or written outside of that mode, later."""
-    return _outside_of_inference() if torch.is_inference_mode_enabled() else _UNCHANGED
+    return _outside_of_inference() if torch.is_inference_mode_enabled() else NOTHING
 
 
 @contextmanager

@@ -6,10 +6,10 @@ Knows: how a call is broadcast inside `join`, numbers of units. Does not know: t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
-_NOTHING = nullcontext()
+from .profiler_ranges import NOTHING
 
 Broadcast = Callable[[str, dict[str, Any]], AbstractContextManager[None]]
 
@@ -42,7 +42,7 @@ class Joining:
 
     def broadcast(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Return the context around a call that all ranks make. Inside `join` ranks without batches make it, too."""
-        return _NOTHING if self._broadcast is None else self._broadcast(name, arguments)
+        return NOTHING if self._broadcast is None else self._broadcast(name, arguments)
 
 
 SAME_UNITS = (

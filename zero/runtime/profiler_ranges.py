@@ -56,7 +56,7 @@ class ProfilerRange:
             LOG.debug("%s: %s", self._rank, self._what)
         # Without a profiler, entering a range costs 5 µs and reading this flag a hundredth of that. torch has no public
         # name for the flag. If the private name is missing, every range is entered.
-        return record_function(self._range) if _OF_PROFILER.get("_is_profiler_enabled", True) else _NOTHING
+        return record_function(self._range) if _OF_PROFILER.get("_is_profiler_enabled", True) else NOTHING
 
 
 class _Nothing:
@@ -71,7 +71,7 @@ class _Nothing:
         return
 
 
-_NOTHING = _Nothing()
+NOTHING = _Nothing()
 
 
 class Waited:

@@ -288,7 +288,7 @@ class ModelPart:
                     raise RuntimeError(f"{_CALL}: rank {rank} of the group failed: {theirs['problem']}")
             for rank, theirs in enumerate(told):
                 _compare(rank, told[0], theirs)
-            part, names = _added(part, told), []
+            part, names = _added(told), []
             members = [member for theirs in told for member in theirs["members"]]
             if len(set(members)) < len(members):
                 raise ValueError(
@@ -298,7 +298,7 @@ class ModelPart:
         return part
 
 
-def _added(part: NormPart, told: Sequence[dict[str, Any]]) -> NormPart:
+def _added(told: Sequence[dict[str, Any]]) -> NormPart:
     """Return the part of all ranks of a group. Raises `ValueError` if gradients of a replicated parameter differ."""
     orders = [dict(zip(theirs["names"], theirs["digests"], strict=True)) for theirs in told]
     for name, first in orders[0].items():
