@@ -38,7 +38,7 @@ class _Block:
 
     @property
     def free(self) -> bool:
-        return _uses(self.storage) == 1
+        return storage_use_count(self.number) == 1
 
 
 def _uses(storage: UntypedStorage) -> int:
@@ -117,7 +117,7 @@ class Pool:
             return result
         free, in_use = list[_Block](), 0
         for each in self._blocks:  # whether one is free is asked once
-            if storage_use_count(each.number) == 1:  # as `free`, without its calls
+            if each.free:
                 free.append(each)
             else:
                 in_use += each.requested
