@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -50,7 +49,7 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
         if buffer.numel() and everyone and backend.has_collectives and backend.stays_on(buffer.device):
             call: Callable[[], Pending | None] = partial(backend.broadcast, as_bytes(buffer), 0)
             if transport.launches is not None:
-                call = partial(noted, transport.launches, replace(tag, index=buffer.numel()), call)
+                call = partial(noted, transport.launches, tag._replace(index=buffer.numel()), call)
             begun(transport, tag, call, nothing).wait()
             last, first = transport.rank + 1 == transport.world_size, transport.rank == 0
             transport.count_payload(buffer.nbytes * (not last), buffer.nbytes * (not first))

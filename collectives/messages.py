@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ class Kind(IntEnum):
     BROADCAST = 7
 
 
-@dataclass(frozen=True)
-class Tag:
+class Tag(NamedTuple):
     """Identifies a collective. Ranks in different collectives detect it by their tags, before any bytes mix.
 
     Attributes:
@@ -50,7 +49,7 @@ class Tag:
     kind: Kind
     label: str
     round: int = 0
-    index: int = 0
+    index: int = 0  # type: ignore[assignment]
     digest: int = 0
 
     def digested(self, digest: int) -> Tag:

@@ -115,24 +115,34 @@ class Pool:
         result = torch.empty(0, dtype=dtype, device=device)
         if need == 0:
             return result
+        for block in self._blocks:  # what is asked for again and again
+            is_alike = block.nbytes == need and block.device == device
+            if is_alike and storage_use_count(block.number) == 1 and (self._exact or block.is_kept):
+                break
+        else:
+            block = self._other_block(need, device)
+        block.requested = need
+        return result.set_(block.storage, 0, (numel,), (1,))
+
+    def _other_block(self, need: int, device: torch.device) -> _Block:
+        """Return a block where no free one has just this length."""
         free, in_use = list[_Block](), 0
         for each in self._blocks:  # whether one is free is asked once
             if each.free:
                 free.append(each)
             else:
                 in_use += each.requested
-        if free and not self._exact:
-            self._drop([each for each in free if not each.is_kept])
-            free = [each for each in free if each.is_kept]
         self._most_requested = max(self._most_requested, in_use + need)
-        block = self._best(free, need, device) if free else None
-        if block is None:
-            self._make_room(free, need, device)
-            block = _Block(self._allocate(need, device), need)
-            self._blocks.append(block)
-            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        block.requested = need
-        return result.set_(block.storage, 0, (numel,), (1,))
+        if not self._exact:
+            self._drop([each for each in free if not each.is_kept])
+            fitting = [each for each in free if each.is_kept and each.device == device and each.nbytes > need]
+            if fitting:
+                return min(fitting, key=lambda block: block.nbytes)
+        self._make_room([each for each in free if self._exact or each.is_kept], need, device)
+        block = _Block(self._allocate(need, device), need)
+        self._blocks.append(block)
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return block
 
     def drop_cheap(self) -> None:
         """Drop every free block that is not worth keeping, unless the pool is exact."""
@@ -142,15 +152,6 @@ class Pool:
     def trim(self) -> None:
         """Drop every free block."""
         self._drop([block for block in self._blocks if block.free])
-
-    def _best(self, free: list[_Block], need: int, device: torch.device) -> _Block | None:
-        """Return the smallest free block that is large enough."""
-        fitting = [
-            block
-            for block in free
-            if block.device == device and (block.nbytes == need if self._exact else block.nbytes >= need)
-        ]
-        return min(fitting, key=lambda block: block.nbytes, default=None)
 
     def _make_room(self, free: list[_Block], need: int, device: torch.device) -> None:
         """Drop the free blocks that a new block replaces."""

@@ -10,7 +10,6 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -307,7 +306,7 @@ class Transport:
                 return messages
             self._log("catches up", tag)
             catch_up()
-            tag = replace(tag, round=tag.round + 1)
+            tag = tag._replace(round=tag.round + 1)
 
     def _swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
         swap = partial(self._control.swap, data, tag)
@@ -364,18 +363,24 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
     return memory.allocate(nbytes)
 
 
-@contextmanager
-def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> Iterator[None]:
-    """Abort the transport if one of ``errors`` ends the block, since the ranks may then differ; raise it again.
+class as_a_whole:  # noqa: N801 - a context, and cheaper than a generator: it is entered for each bucket
+    """Abort the transport if one of ``errors`` ends the block, since the ranks may then differ; the error goes on.
 
     ``doing``: names the block in the error of the other ranks, such as "in step()".
     """
-    try:
-        yield
-    except errors as error:
-        if not transport.broken:
-            transport.abort(f"{transport.rank_label}, {doing}: {type(error).__name__}: {error}")
-        raise
+
+    __slots__ = ("_doing", "_errors", "_transport")
+
+    def __init__(self, transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> None:
+        self._transport, self._doing, self._errors = transport, doing, errors
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, self._errors) and not self._transport.broken:
+            label = self._transport.rank_label
+            self._transport.abort(f"{label}, {self._doing}: {type(error).__name__}: {error}")
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int = 0) 
     ways = [transport.backend.stays_on(tensor.device) for tensor in tensors]
     tag = Tag(Kind.BROADCAST, label, digest=zlib.crc32(repr((sizes, ways)).encode()))
     if source and transport.rank in (0, source):
-        to_rank_0 = replace(tag, kind=Kind.GATHER)
+        to_rank_0 = tag._replace(kind=Kind.GATHER)
         for flat in _flat(tensors):
             if flat.numel() and transport.rank == source:
                 transport.isend(flat, 0, to_rank_0, one_way=True).wait()

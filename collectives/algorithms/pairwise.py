@@ -22,6 +22,8 @@ from ..transport import GRAIN, Transport, as_a_whole, chunks
 from .base import ADDING_UP
 from .ordered_sum import ordered_sum
 
+_SENT = Chain(())  # of a single rank
+
 
 class _PairwiseReduceScatter:
     """``pieces``: for each chunk of the owner's shard, the receives, the parts in rank order, and the sum."""
@@ -59,6 +61,8 @@ class Pairwise:
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Scratch memory: W - 1 shards in ``source``'s dtype."""
         t = self.transport
+        if t.world_size == 1:  # nothing arrives, but ``start`` may be a sum that does
+            return _PairwiseReduceScatter(t, [(_SENT, [source] if start is None else [start, source], out)], ())
         low, high = bounds[t.rank], bounds[t.rank + 1]
         width = -(-(high - low) // GRAIN) * GRAIN  # each contribution begins on a boundary
         scratch = t.scratch((t.world_size - 1) * width, source.dtype, source.device)
@@ -77,6 +81,8 @@ class Pairwise:
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Each shard arrives in its place, without scratch memory."""
         t = self.transport
+        if t.world_size == 1:
+            return _SENT
         recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         return Chain([*recvs, *(t.isend(own, to, tag) for to in t.peers())])

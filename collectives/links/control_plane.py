@@ -39,15 +39,19 @@ PARTS = 64  # of the time limit: a rank that waits longer than one of them tells
 
 
 def _arrived(
-    messenger: Messenger, source: int, tag: Tag, patience: float, still_here: Callable[[], None]
+    messenger: Messenger, source: int, tag: Tag, size: int, patience: float, still_here: Callable[[], None]
 ) -> ControlRecv | None:
     """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not.
 
-    ``patience``: seconds beyond the time limit. ``still_here``: is called when ``source`` says that it waits itself.
+    ``size``: how many bytes that probably is. ``patience``: seconds beyond the time limit. ``still_here``: is called
+    when ``source`` says that it waits itself.
     """
     messenger.confirm_expected(source)
+    likely = messenger.packed(tag, size)
     while True:
         header = messenger.next_header(source, tag, patience)
+        if header.startswith(likely):
+            return ControlRecv(messenger, source, tag, size)
         theirs, size = Tag.unpack(header)
         if theirs.same(tag):
             return ControlRecv(messenger, source, tag, size)
@@ -85,7 +89,7 @@ class Mesh:
             messenger.post_next_header(source, tag)
         self._sends += [messenger.send_control(data, to, tag) for to in messenger.peers]
         for source in messenger.peers:
-            found = _arrived(messenger, source, tag, 0.0, _nothing)
+            found = _arrived(messenger, source, tag, len(data), 0.0, _nothing)
             if found is None:
                 for recv in arriving.values():
                     recv.wait()  # it is out of date
@@ -203,7 +207,7 @@ class Tree:
     def _hear(self, source: int, tag: Tag, waiting: Sequence[int]) -> bytes | None:
         """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that may wait for this
         rank meanwhile."""
-        recv = _arrived(self._messenger, source, tag, self.patience[source], lambda: self._tell(waiting, tag))
+        recv = _arrived(self._messenger, source, tag, 0, self.patience[source], lambda: self._tell(waiting, tag))
         if recv is None:
             return None
         self._tell(waiting, tag)

@@ -231,7 +231,8 @@ class PeerLinks:
     # -- waiting and failing --------------------------------------------------------------------------------------
 
     def wait(self, pending: Pending, peer: int, tag: Tag) -> None:
-        self.check()
+        if self.broken is not None or os.getpid() != self._process:  # as `check`, without a call
+            self.check()
         begin = time.monotonic()
         try:
             pending.wait(self.states[peer].limit)
@@ -240,7 +241,7 @@ class PeerLinks:
 
     def wait_bytes(self, pending: PendingBytes, peer: int, tag: Tag, patience: float = 0.0) -> bytes:
         """``patience``: seconds beyond the time limit, for a peer that may itself wait."""
-        if self.broken is not None or os.getpid() != self._process:  # as `check`, without a call
+        if self.broken is not None or os.getpid() != self._process:  # likewise
             self.check()
         begin = time.monotonic()
         try:
@@ -659,11 +660,12 @@ class DeferredSends:
         self._messenger, self._sends = messenger, sends
 
     def wait(self) -> None:
-        deferred = self._messenger.deferred
-        later = [send for send in self._sends if send.remote and send.size <= SMALL and not send.ack_number]
-        for send in (*deferred, *(send for send in self._sends if send not in later)):
+        now, later = [*self._messenger.deferred], list[Send]()
+        for send in self._sends:
+            (later if send.remote and send.size <= SMALL and not send.ack_number else now).append(send)
+        for send in now:
             send.wait()
-        deferred[:] = later
+        self._messenger.deferred[:] = later
         self._sends = ()
 
 

@@ -33,6 +33,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import overload
 
 import torch
@@ -396,6 +397,19 @@ class Piece:
         return self.end - self.begin
 
 
+class Pieces(tuple[Piece, ...]):
+    """Pieces of one bucket, in order."""
+
+    @cached_property
+    def joined(self) -> list[tuple[int, int]]:
+        """The begin and the end of each run of pieces that touch."""
+        runs: list[tuple[int, int]] = []
+        for piece in self:
+            begin = runs.pop()[0] if runs and runs[-1][1] == piece.begin else piece.begin
+            runs.append((begin, piece.end))
+        return runs
+
+
 @dataclass(frozen=True)
 class BucketSpec:
     """Slots side by side in one flat tensor of ``numel`` elements, padding included.
@@ -455,7 +469,7 @@ class BucketSpec:
         slots = tuple(replace(slot, offset=slot.offset - begin) for slot in self.slots[first:last])
         return replace(self, slots=slots, numel=end - begin, cuts=PartOfCuts(self.cuts, begin, end))
 
-    def pieces(self, begin: int, end: int) -> tuple[Piece, ...]:
+    def pieces(self, begin: int, end: int) -> Pieces:
         """Return the pieces in ``[begin, end)``, in order.
 
         A slot without elements belongs to the interval that holds its offset. If its offset is the end of the bucket,
@@ -467,7 +481,7 @@ class BucketSpec:
             inside = begin <= slot.offset < end or begin < slot.offset == end == self.numel
             if low < high or (slot.numel == 0 and inside):
                 found.append(Piece(number, low, max(low, high)))
-        return tuple(found)
+        return Pieces(found)
 
     def within(self, piece: Piece) -> slice:
         """Return which elements of its parameter, in the order of memory, a piece has."""

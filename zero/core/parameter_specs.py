@@ -19,7 +19,9 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter, getitem, is_
 from typing import Any, TypeVar
 
 import torch
@@ -230,6 +232,9 @@ class Binding:
     key: str
     name: str
     parameter: Tensor
+
+
+_REGISTRY, _KEY, _PARAMETER = map(attrgetter, ("registry", "key", "parameter"))
 
 
 def is_released(parameter: object) -> bool:
@@ -556,7 +561,7 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def misplaced(bound: Iterable[Binding]) -> str | None:
+def misplaced(bound: Sequence[Binding]) -> str | None:
     """Return an error text if a module no longer holds the parameter that it had, else None."""
     for name in replaced(bound):
         return (
@@ -576,9 +581,13 @@ def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
     )
 
 
-def replaced(bound: Iterable[Binding]) -> Iterator[str]:
+def replaced(bound: Sequence[Binding]) -> list[str]:
     """Return the names under which a module no longer holds the parameter that it had."""
-    return (b.name for b in bound if b.key not in b.registry or b.registry[b.key] is not b.parameter)
+    held = map(getitem, map(_REGISTRY, bound), map(_KEY, bound))
+    with suppress(KeyError):  # one is gone
+        if all(map(is_, held, map(_PARAMETER, bound))):  # at each step: nothing for each parameter in Python
+            return []
+    return [b.name for b in bound if b.key not in b.registry or b.registry[b.key] is not b.parameter]
 
 
 Named = tuple[str, Tensor]

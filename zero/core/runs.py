@@ -19,23 +19,23 @@ from torch import Tensor
 
 from .bits import row_major_stride
 from .grain import WHOLE, Grain
-from .layout import ParameterSpec, Piece, Slot
+from .layout import ParameterSpec, Piece, Pieces, Slot
 from .parameter_specs import flattened, parts_of
 from .statetree import rebuilt
 
 CUT = 1 << 16
 
 
-def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], grains: Sequence[Grain]) -> tuple[Piece, ...]:
+def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], grains: Sequence[Grain]) -> Pieces:
     """Return the pieces, those of stacks matrix by matrix. ``grains``: of each slot."""
     if not any(grain.stack for grain in grains):
-        return tuple(pieces)
-    found = []
+        return Pieces(pieces)
+    found = list[Piece]()
     for piece in pieces:
         begins = (slots[piece.slot].offset + begin for begin in grains[piece.slot].begins())
         within = [piece.begin, *(begin for begin in begins if piece.begin < begin < piece.end), piece.end]
         found += [Piece(piece.slot, begin, end) for begin, end in itertools.pairwise(within)]
-    return tuple(found)
+    return Pieces(found)
 
 
 def stepped_shape(spec: ParameterSpec, begin: int, numel: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -74,12 +75,12 @@ class Stage:
         found = [(Placement.WHOLE, whole)] if self.keeps_full_grads else []
         return found + [(Placement.SHARD, dtypes.accumulate_dtype)] * self.sum_lies_apart(dtypes, is_mean=is_mean)
 
-    @property
+    @cached_property  # asked for each bucket of a step
     def grads_replicated(self) -> bool:
         """Whether every rank updates all parameters, and so needs the whole mean gradient after each reduction."""
         return self.states is Placement.WHOLE
 
-    @property
+    @cached_property  # asked for each bucket of a step
     def parameters_are_gathered(self) -> bool:
         """Whether parameters are gathered after a step.
 

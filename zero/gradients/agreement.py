@@ -359,8 +359,7 @@ def _check(messages: Sequence[bytes]) -> None:
 
 def digests_of(groups: Sequence[Options], keys: Set[str]) -> dict[str, int]:
     """Return for each key the CRC-32 of its values in all param groups."""
-    texts = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
-    return {key: zlib.crc32(text.encode()) for key, text in texts.items()}
+    return {key: zlib.crc32(repr([_plain(group.get(key)) for group in groups]).encode()) for key in sorted(keys)}
 
 
 def options_of(groups: Sequence[Options]) -> list[Options]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -33,7 +34,7 @@ from collectives.torch_internals import (
     make_wrapper_subclass,
 )
 
-from ..core.bits import all_zero, either, host_readable, read_scalars, where, without
+from ..core.bits import all_zero, either, host_readable, read_scalars, where
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
 from ..runtime.backward_tracker import NO_TASK
@@ -197,6 +198,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 SlotRef = tuple[Bucket, int]  # a bucket, and the number of a slot
+_GRAD = attrgetter("grad")
 
 
 class GradPublisher:
@@ -237,9 +239,6 @@ class GradPublisher:
         """Make the placeholder of a slot."""
         return ShardedGradient(bucket, slot, self._listener)
 
-    def _put_placeholder(self, bucket: Bucket, slot: int) -> None:
-        bucket.publish(slot, bucket.placeholder(slot, self.make_placeholder))
-
     def publish(self) -> None:
         """Put the mean, a placeholder or None into every p.grad, as the state of the gradients is now."""
         means = self.means_are_shown and self.means_are_true
@@ -247,12 +246,16 @@ class GradPublisher:
             if means and bucket.grad.has_sum:
                 self._publish_means(bucket)
                 continue
-            for slot in where(without(either(bucket.used, bucket.seen), _holding_placeholders(bucket))):
-                self._put_placeholder(bucket, slot)
+            for slot in bucket.to_hide():
+                bucket.hide(slot, self.make_placeholder)
 
     def _publish_means(self, bucket: Bucket) -> None:
-        pairs = zip(bucket.current_means(), bucket.used, strict=True)
-        for slot, mean in enumerate([mean if used else None for mean, used in pairs]):
+        means: Sequence[Tensor | None] = bucket.current_means()
+        if 0 in bucket.used:
+            means = [mean if used else None for mean, used in zip(means, bucket.used, strict=True)]
+        if all(map(is_, means, bucket.published)) and all(map(is_, means, map(_GRAD, bucket.parameters))):
+            return
+        for slot, mean in enumerate(means):
             if bucket.published[slot] is not mean or bucket.parameters[slot].grad is not mean:
                 bucket.publish(slot, mean)
 
@@ -261,7 +264,7 @@ class GradPublisher:
         for bucket in self._schedule.buckets:
             for slot, published in enumerate(bucket.published):
                 if published is not None:
-                    self._put_placeholder(bucket, slot)
+                    bucket.hide(slot, self.make_placeholder)
 
     def hand_over(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
@@ -280,11 +283,10 @@ class GradPublisher:
             for bucket in self._schedule.buckets:
                 if trainable:
                     bucket.read_trainable()
-                found += [
-                    (bucket, slot, parameter.grad)
-                    for slot, (parameter, published) in enumerate(zip(bucket.parameters, bucket.published, strict=True))
-                    if parameter.grad is not published
-                ]
+                gradients = [*map(_GRAD, bucket.parameters)]
+                if not all(map(is_, gradients, bucket.published)):
+                    pairs = enumerate(zip(gradients, bucket.published, strict=True))
+                    found += [(bucket, slot, there) for slot, (there, published) in pairs if there is not published]
         return found
 
     def detect_changes(self) -> str | None:
@@ -413,10 +415,3 @@ class GradPublisher:
 def _is_mean(published: Tensor) -> bool:
     """Return True for a mean, which the user may edit or replace; False for a placeholder."""
     return not isinstance(published, ShardedGradient)
-
-
-def _holding_placeholders(bucket: Bucket) -> bytes:
-    """Return, of each slot, whether its placeholder is in p.grad, where it was put."""
-    slots = zip(bucket.parameters, bucket.published, bucket.placeholders, strict=True)
-    with as_plain():
-        return bytes([made is not None and published is made is parameter.grad for parameter, published, made in slots])

@@ -35,7 +35,7 @@ from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport, 
 from collectives.torch_internals import amp_unscale_, foreach_div_, foreach_mul_
 
 from ..core.bits import INTEGERS, digest_of_part, host_readable, read_scalars, same_bits
-from ..core.layout import Piece
+from ..core.layout import Pieces
 from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
@@ -189,9 +189,9 @@ class ReducedGrads:
     def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]:
         """Return those of `shards` that are of the parameters at these positions in the layout, or of all others."""
 
-        def chosen(bucket: Bucket) -> list[Piece]:
+        def chosen(bucket: Bucket) -> Pieces:
             slots = bucket.spec.slots
-            return [piece for piece in bucket.grad.pieces if (slots[piece.slot].parameter in positions) == inside]
+            return Pieces(p for p in bucket.grad.pieces if (slots[p.slot].parameter in positions) == inside)
 
         return self._intervals(chosen)
 
@@ -237,7 +237,7 @@ class ReducedGrads:
         # host synchronisation: every rank must take or skip the same step
         return any(read_scalars([flag[0] for flag in found.values()]))
 
-    def _intervals(self, pieces_of: Callable[[Bucket], Sequence[Piece]]) -> list[Tensor]:
+    def _intervals(self, pieces_of: Callable[[Bucket], Pieces]) -> list[Tensor]:
         """Return the gradients of the pieces that some rank used. Pieces with no padding between them are one."""
         found = []
         for bucket in self._buckets:
@@ -296,19 +296,10 @@ class FoundInf:
             found.fill_(1.0)
 
 
-def _used(bucket: Bucket, gradient: FlatBuffer, pieces: Sequence[Piece]) -> list[Tensor]:
+def _used(bucket: Bucket, gradient: FlatBuffer, pieces: Pieces) -> list[Tensor]:
     """Return the gradients of those of the pieces that some rank used. Pieces with no padding between them are one."""
-    used = _joined([piece for piece in pieces if bucket.used[piece.slot]])
-    return [gradient.interval(begin, end) for begin, end in used]
-
-
-def _joined(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
-    """Return the begin and the end of each run of pieces that touch."""
-    runs: list[tuple[int, int]] = []
-    for piece in pieces:
-        begin = runs.pop()[0] if runs and runs[-1][1] == piece.begin else piece.begin
-        runs.append((begin, piece.end))
-    return runs
+    used = pieces if 0 not in bucket.used else Pieces(piece for piece in pieces if bucket.used[piece.slot])
+    return [gradient.interval(begin, end) for begin, end in used.joined]
 
 
 class Reducer:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, methodcaller
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torch import Tensor
 from ..core.bits import host_readable, same_bits
 from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..runtime.flat_buffer import Move, usable_later
+
+_VERSION, _DATA_PTR, _DTYPE = attrgetter("_version"), methodcaller("data_ptr"), attrgetter("dtype")
 
 
 @dataclass(eq=False)
@@ -87,8 +90,13 @@ class UnitBuffer:
 
     def edited(self) -> list[int]:
         """Return the slots whose parameter's data was edited or replaced since it was noted."""
-        now = [(parameter._version, parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        now = self._read()
         return [] if now == self._noted else self._differing(now)
+
+    def _read(self) -> list[tuple[int, int, torch.dtype]]:
+        """Return version, address and dtype of each slot's data: several times a step, so nothing for each in Python"""
+        parameters = self.parameters
+        return [*zip(map(_VERSION, parameters), map(_DATA_PTR, parameters), map(_DTYPE, parameters), strict=True)]
 
     def _differing(self, now: list[tuple[int, int, torch.dtype]]) -> list[int]:
         return [slot for slot, (here, noted) in enumerate(zip(now, self._noted, strict=True)) if here != noted]
@@ -104,7 +112,7 @@ class UnitBuffer:
 
     def note(self) -> None:
         """Note the data of all slots as it is now."""
-        self._noted = [(parameter._version, parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        self._noted = self._read()
 
     def note_slot(self, slot: int) -> None:
         """Note the data of a slot as it is now."""

@@ -381,7 +381,7 @@ class ShardedStorage(ParameterStorage):
         self.manager.resident.announce()
 
     def replaced(self) -> list[str]:
-        return list(replaced(self._bindings))
+        return replaced(self._bindings)
 
     def unlisted_buckets(self) -> Sequence[StoredBucket]:
         return self._unlisted or ()

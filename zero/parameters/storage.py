@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -46,6 +47,14 @@ from .unit_manager import NoUnitHooks, UnitManager
 
 TAKING_OVER = "while parameters were taken over"
 Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
+
+
+_DTYPE = attrgetter("dtype")
+
+
+def _addresses_of(parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
+    """Return the address and the dtype of each: at each step, so nothing for each in Python."""
+    return [*zip(map(methodcaller("data_ptr"), parameters), map(_DTYPE, parameters), strict=True)]
 
 
 class ParameterStorage:
@@ -160,8 +169,7 @@ class ParameterStorage:
             new.append(StoredBucket(spec, specs, parameters, weights))
             for parameter, view in new[-1].views():
                 parameter.data = view
-        added = self.parameters[len(self._addresses) :]
-        self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in added]
+        self._addresses += _addresses_of(self.parameters[len(self._addresses) :])
         return new
 
     def _values(
@@ -345,7 +353,7 @@ class ParameterStorage:
 
     def diagnose(self, *, waits: bool = True) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None. ``waits``: for devices"""
-        addresses = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        addresses = _addresses_of(self.parameters)
         if addresses != self._addresses:
             for index in self._slots:
                 problem = self._misplacement(index)
@@ -379,7 +387,7 @@ class ParameterStorage:
 
     def replaced(self) -> list[str]:
         """Return the names of parameters that were replaced: `make_plain` cannot give them this optimizer's values."""
-        names = list(replaced(self._bindings))
+        names = replaced(self._bindings)
         for index in self._slots:
             parameter, spec = self.parameters[index], self.layout.parameters[index]
             has_values = changed(parameter, spec) is not None  # it was cast or moved with them

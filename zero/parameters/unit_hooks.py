@@ -33,10 +33,10 @@ from typing import Any
 
 import torch
 
-from collectives.torch_internals import call_impl, wrapped_call_impl
+from collectives.torch_internals import call_impl, current_graph_task_id, wrapped_call_impl
 
 from ..core.units import ROOT, Units, UnitSchedule
-from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd, in_backward, runs
+from ..runtime.backward_tracker import NO_TASK, BackwardTracker, in_a_thread_of_autograd, in_backward, runs
 from ..runtime.joining import UnitOrder
 from ..runtime.profiler_ranges import NOTHING
 from ..runtime.streams import Streams
@@ -85,7 +85,7 @@ class UnitHooks:
         # resident units that stay longer
         self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
-        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self.needed_again)
+        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self)
         self._hooks: list[ModuleHooks] = []
         self._guards: list[ForwardMethod] = []
 
@@ -355,6 +355,12 @@ class UnitHooks:
     def needed_again(self, *units: int) -> None:
         """A backward needs units: it reaches the output of their forward, a tensor that this saved, or a use of a
         released parameter. If the ranks' communication fails, release everything: nothing stays installed."""
+        if self._is_under_way() and not self._starting:
+            for unit in units:
+                if unit not in self._current or not self.manager.units[unit].installed:
+                    break
+            else:
+                return  # a further tensor of the unit that runs
         self.manager.shard_group.check_process()
         self._begin()
         try:
@@ -365,6 +371,12 @@ class UnitHooks:
             if self.manager.shard_group.broken:
                 self.manager.abandon()
             raise
+
+    def _is_under_way(self) -> bool:
+        """Return whether `_begin` was called in the backward that runs, and streams are the same."""
+        if not self._backwards.task == current_graph_task_id() != NO_TASK:
+            return False
+        return not (self._streams.exist and self._streams.changed())
 
     def _begin(self) -> None:
         """A forward begins, or a backward needs a unit."""

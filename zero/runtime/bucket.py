@@ -6,10 +6,11 @@ Knows: what belongs to one bucket. Does not know: other buckets, other ranks, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 
 from torch import Tensor
 
-from ..core.bits import either
+from ..core.bits import either, where, without
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from .accumulator import GradAccumulator
@@ -17,6 +18,7 @@ from .flat_buffer import FlatBuffer, Move
 from .flat_states import BucketStates
 
 MakePlaceholder = Callable[["Bucket", int], Tensor]
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class StoredBucket:
@@ -80,6 +82,7 @@ class Bucket(StoredBucket):
         seen: it was trainable in a backward since gradients were cleared.
         stale: its gradient must be cleared before a backward may add to it, or, if unusable, before it may be used.
         published: the tensor that was put into p.grad; None if none was.
+        hidden: it is the placeholder.
         placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
 
     ``left``: slots whose gradient of the backward under way, or of an interrupted one, is in p.grad, until
@@ -94,7 +97,7 @@ class Bucket(StoredBucket):
         super().__init__(stored.spec, stored.specs, stored.parameters, stored.weights)
         self.grad, self.states = grad, states
         slots = len(stored.spec.slots)
-        self.used, self.trainable, self.seen, self.stale = (bytearray(slots) for _ in range(4))
+        self.used, self.trainable, self.seen, self.stale, self.hidden = (bytearray(slots) for _ in range(5))
         self.published: list[Tensor | None] = [None] * slots
         self.placeholders: list[Tensor | None] = [None] * slots
         self.left: list[int] = []
@@ -120,7 +123,7 @@ class Bucket(StoredBucket):
 
     def read_trainable(self) -> None:
         """Read which parameters require a gradient now."""
-        self.trainable = bytearray([parameter.requires_grad for parameter in self.parameters])
+        self.trainable = bytearray(map(_REQUIRES_GRAD, self.parameters))
 
     def begin_backward(self, *, pending: bool) -> bool:
         """Prepare for a backward. Return whether it includes this bucket: a parameter is trainable now, or the bucket
@@ -140,7 +143,7 @@ class Bucket(StoredBucket):
     def drop_gradient(self, slot: int, make: MakePlaceholder) -> None:
         """Note that the backward under way has a gradient that is dropped, and put a placeholder into p.grad."""
         self.used[slot] = 1  # if it is zeroed, there is one
-        self.publish(slot, self.placeholder(slot, make))
+        self.hide(slot, make)
 
     def take_gradient(self, slot: int, make: MakePlaceholder) -> None:
         """Note that the backward under way has a gradient, and put a placeholder into p.grad. Raises `RuntimeError` if
@@ -150,6 +153,7 @@ class Bucket(StoredBucket):
         if placeholder is None:
             placeholder = self.placeholder(slot, make)
         self.parameters[slot].grad = self.published[slot] = placeholder
+        self.hidden[slot] = 1
 
     def leave(self, slot: int) -> None:
         """Note that the backward under way has a gradient, which stays in p.grad until it is taken."""
@@ -202,16 +206,27 @@ class Bucket(StoredBucket):
         """Reset a parameter, whose p.grad the user has set to None, to "no gradient"."""
         self.grad.clear_slot(slot)
         self.published[slot] = None
-        self.used[slot] = self.seen[slot] = 0
+        self.used[slot] = self.seen[slot] = self.hidden[slot] = 0
 
     # -- p.grad ---------------------------------------------------------------------------------------------------
 
     def publish(self, slot: int, gradient: Tensor | None) -> None:
-        """Put a tensor into p.grad; None if torch refuses it, since the parameter was cast or moved."""
+        """Put a mean or None into p.grad; None if torch refuses it, since the parameter was cast or moved."""
+        self.hidden[slot] = 0
         try:
             self.parameters[slot].grad = self.published[slot] = gradient
         except RuntimeError:
             self.parameters[slot].grad = self.published[slot] = None
+
+    def hide(self, slot: int, make: MakePlaceholder) -> None:
+        """Put the placeholder into p.grad; None if torch refuses it."""
+        placeholder = self.placeholder(slot, make)
+        self.publish(slot, placeholder)
+        self.hidden[slot] = self.published[slot] is placeholder
+
+    def to_hide(self) -> list[int]:
+        """Return the slots that have a gradient, or may have one, and whose placeholder is not in p.grad."""
+        return where(without(either(self.used, self.seen), self.hidden)) if 0 in self.hidden else []
 
     def placeholder(self, slot: int, make: MakePlaceholder) -> Tensor:
         """Return the placeholder of a slot, which ``make`` makes once."""
@@ -224,12 +239,14 @@ class Bucket(StoredBucket):
         """Put None into p.grad of all parameters."""
         for parameter in self.parameters:
             parameter.grad = None
-        self.published = [None] * len(self.published)
+        self.published, self.hidden = [None] * len(self.published), bytearray(len(self.hidden))
 
     def current_means(self) -> list[Tensor]:
         """Return what is put into p.grad for a mean, by slot."""
         if not self.means:
-            self.means = [view.detach() for view in self.grad.mean_views()]
+            self.means = [*map(Tensor.detach, self.grad.mean_views())]
+            self.addresses = [*map(Tensor.data_ptr, self.means)]
+            return self.means
         for slot in self.moved_means():
             if self.parameters[slot].grad is not self.means[slot]:  # it was cleared, or assigned
                 self.means[slot] = self.grad.mean_view(slot).detach()

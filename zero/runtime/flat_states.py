@@ -402,7 +402,7 @@ class BucketStates:
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self.master, self._placement = master or SteppedWeights(parameters.data), parameters.placement
         grains = [spec.grain for spec in specs]
-        self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, grains)
+        self.pieces = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, grains)
         self.groups = [specs[piece.slot].group for piece in self.pieces]
         self.flat: dict[str, FlatBuffer] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)

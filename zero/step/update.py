@@ -178,7 +178,8 @@ class Update:
     ) -> dict[int, Options]:
         """Make a call of the user's classes over buckets. ``changed``: those that change on some rank."""
         gathers = Pipeline(PipelineStage(GATHERS_IN_FLIGHT, self._gather))
-        if self._stage.parameters_are_gathered:
+        gathered = self._stage.parameters_are_gathered and self._shard_group.world_size > 1
+        if gathered:
             gathers.begin_round(changed)
 
         def update(bucket: Bucket, gradient: FlatBuffer | None, present: bytes) -> BucketUpdate:
@@ -191,7 +192,7 @@ class Update:
                 gradient,
                 present,
                 self._event("update", bucket.spec.index),
-                partial(gathers.ready, bucket.spec.index),
+                partial(gathers.ready, bucket.spec.index) if gathered else None,
                 begin if self.watchers else None,
                 bucket.specs[0].optimizer_class,
             )

@@ -41,10 +41,6 @@ Call = Callable[[torch.optim.Optimizer], object]  # with an instance of the clas
 NO_OPTIONS = ("params", "param_names", "optimizer_class")  # keys of a param group that the class does not see
 
 
-def _nothing() -> None:
-    return None
-
-
 class BucketUpdate(NamedTuple):
     """A step of one bucket's interval.
 
@@ -53,8 +49,8 @@ class BucketUpdate(NamedTuple):
         gradient: the mean over the interval; None if the bucket has none, or the call is no step.
         present: whether each piece is stepped, in a byte, 0 or 1.
         event: returns the context of the step; of a group's buckets, that of the first is used.
-        done: called after the step.
-        begin: called before the step; None: there is nothing to call.
+        done: called after the step; None: there is nothing to call.
+        begin: called before it, likewise.
         optimizer_class: the number of the class that steps it.
     """
 
@@ -62,7 +58,7 @@ class BucketUpdate(NamedTuple):
     gradient: FlatBuffer | None
     present: bytes
     event: Callable[[], AbstractContextManager[Any]] = nullcontext
-    done: Callable[[], object] = _nothing
+    done: Callable[[], object] | None = None
     begin: Callable[[], object] | None = None
     optimizer_class: int = 0
 
@@ -269,7 +265,8 @@ class UserOptimizer:
                         if len(behind) == STATES_BEHIND:
                             behind.popleft().free_copies()
                         behind.append(update.states)
-                    update.done()
+                    if update.done is not None:
+                        update.done()
         finally:
             for update in updates:
                 update.states.free_copies()
@@ -427,7 +424,7 @@ def step_groups(layout: Layout, first: int, stage: Stage, *, offloads: bool) -> 
         else:
             optimizer_class = layout.members(bucket)[0].optimizer_class
             alike.setdefault((optimizer_class, bucket.device, dtypes), []).append(bucket)
-    count = GROUPS_BESIDE_GATHERS if stage.parameters_are_gathered else 1
+    count = GROUPS_BESIDE_GATHERS if stage.parameters_are_gathered and layout.world_size > 1 else 1
     for key, buckets in alike.items():
         total, before = sum(bucket.numel for bucket in buckets), 0
         for bucket in buckets:

@@ -33,7 +33,7 @@ from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -286,13 +286,20 @@ def _address(tensor: Tensor) -> int:
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]
 
 
-class SavedTensorHooks:
-    """The hooks of one optimizer. ``needed`` is called with a unit before a tensor of it is restored. torch has one
-    stack of saved-tensor hooks per thread."""
+class SavedTensorListener(Protocol):
+    """Is told that a backward needs units."""
 
-    def __init__(self, index: SavedTensorIndex, needed: Callable[[int], None]) -> None:
+    def needed_again(self, *units: int) -> None:
+        """Gather units whose tensors are about to be restored."""
+
+
+class SavedTensorHooks:
+    """The hooks of one optimizer, which hold the listener weakly. torch has one stack of saved-tensor hooks per
+    thread."""
+
+    def __init__(self, index: SavedTensorIndex, listener: SavedTensorListener) -> None:
         self._home = index.home
-        self._index, self._needed = weakref.ref(index), weakref.WeakMethod(needed)
+        self._index, self._listener = weakref.ref(index), weakref.ref(listener)
         self._alone = saved_tensors_hooks(*self._hooks(None))  # without others below, as almost always
 
     def push(self) -> bool:
@@ -312,7 +319,7 @@ class SavedTensorHooks:
         self._alone.__exit__()  # pops the hooks that were pushed last, whichever they are
 
     def _hooks(self, before: _Pair | None) -> _Pair:
-        known, needed, home = self._index, self._needed, self._home  # weakly: a graph may outlive the optimizer
+        known, listener, home = self._index, self._listener, self._home  # weakly: a graph may outlive the optimizer
 
         @untraced
         def pack(tensor: Tensor, _owner: object = home) -> Any:  # the default identifies the function in `push`
@@ -327,10 +334,10 @@ class SavedTensorHooks:
         @untraced
         def unpack(kept: Any) -> Any:
             if isinstance(kept, PackedParam) and kept.place.home is home:
-                index, need = known(), needed()
-                if index is None or need is None:
+                index, units = known(), listener()
+                if index is None or units is None:
                     raise RuntimeError("this graph belongs to an optimizer that is gone: its parameters are, too")
-                need(kept.place.unit)
+                units.needed_again(kept.place.unit)
                 return index.restore(kept)
             if before is not None:
                 return before[1](kept)
