@@ -92,6 +92,7 @@ def cap_of(stage: int) -> float:
         "cuda",
         units_are_gathered=stage == 3,
         ranks=RANKS,
+        world_size=RANKS,
         hosts=1,
         largest_unit=2 * sum(parameter.numel() for parameter in model.blocks[0].parameters()),
         total=2 * sum(parameter.numel() for parameter in model.parameters()),

@@ -224,12 +224,16 @@ class Config(ShardingOptions):
         return place.shard_ranks if len(place.shape) == 2 and self.row.states is Placement.SHARD else None
 
     def bucket_sizes(
-        self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int, precisions: Precisions
+        self,
+        listed: Sequence[Tensor],
+        device: torch.device,
+        precisions: Precisions,
+        *,
+        ranks: int,
+        world_size: int,
+        hosts: int,
     ) -> BucketSizes:
-        """Return the sizes of buckets.
-
-        ``listed``: the parameters that are trained; ``ranks``: how many share a copy; ``hosts``: of all ranks.
-        """
+        """Return the sizes of buckets. ``listed``: the parameters that are trained; for others see `bucket_sizes`."""
         by_model = self.bucket_cap_mb == "auto" or (self.bucket_cap_mb is None and device.type != "cpu")
         module = self.module if by_model else None
         units = [] if module is None else find_units(module, self.units, self.ignored).parameters[ROOT + 1 :]
@@ -238,6 +242,7 @@ class Config(ShardingOptions):
             device.type,
             units_are_gathered=self.row.parameters is Placement.SHARD and self.gathers_shards(ranks),
             ranks=ranks,
+            world_size=world_size,
             hosts=hosts,
             largest_unit=max((_bytes(unit, device, precisions) for unit in units), default=0),
             total=_bytes(listed, device, precisions),

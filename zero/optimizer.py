@@ -70,8 +70,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             shards, or of two, which replicate and shard; also a part of a larger one, as in ``mesh["dp"]``.
         divisor: the number by which the summed gradient is divided. None: the number of ranks, as in DDP.
         bucket_cap_mb: MiB per bucket, as in DDP. None: 25 on the CPU; on accelerators one bucket per unit at stage 3,
-            and a twelfth of the model at stages 0 to 2 (`describe` prints it). "auto": like None, but at least the
-            largest unit if 64 or more ranks share a copy.
+            and a twelfth of the model at stages 0 to 2, a quarter for one rank (`describe` prints it). "auto": like
+            None, but at least the largest unit if 64 or more ranks share a copy.
         collective: an algorithm of `collectives`, by name or as a class. "auto": the fastest one for the placement of
             the ranks and the parameters; `describe` prints which one, and why.
         sharding_factor: F, the number of ranks that share one copy of what the stage shards. It divides the number of

@@ -101,7 +101,8 @@ def build(
         check_modules(config.module, config.ignored)
         check_not_in_units(config.module, config.ignored)
         precisions = config.precisions()
-        bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts, precisions)
+        ranks = {"ranks": shard_group.world_size, "world_size": transport.world_size, "hosts": choice.hosts}
+        bucket_sizes = config.bucket_sizes(listed, device, precisions, **ranks)
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
         if config.row.parameters is Placement.WHOLE:
             storage = ParameterStorage(transport, shard_group, config.module, precisions, find_meta(), config.ignored)

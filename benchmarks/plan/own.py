@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.core.buckets import DEFAULT_CAP_MB
+from zero.core.buckets import DEFAULT_CAP_MB, MIB
 from zero.core.layout import Dtypes
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.model import Transformer
@@ -155,9 +155,11 @@ def _of_one_rank() -> Iterator[OwnRun]:
         for name, schedule in ((PLAIN, PLAIN_LOOP), (FSDP2, SYSTEMS["fsdp2"])):
             planned = _of_system(planner, alone, schedule, Dtypes.all(torch.bfloat16))
             yield OwnRun(name, tokens, measured[name], planned)
-        for stage, cap in ((0, None), (1, None), (2, None), (2, DEFAULT_CAP_MB), (3, None)):
-            name = f"zero {stage}" + (f", {cap} MiB" if cap else "")
-            yield OwnRun(name, tokens, measured[name], _of_stage(planner, alone, stage, cap))
+        twelfth = sum(parameter.nbytes for parameter in module.parameters()) / 12 / MIB  # in a bucket of these runs
+        for stage in range(4):
+            yield OwnRun(f"zero {stage}", tokens, measured[f"zero {stage}"], _of_stage(planner, alone, stage, twelfth))
+        name = f"zero 2, {DEFAULT_CAP_MB} MiB"
+        yield OwnRun(name, tokens, measured[name], _of_stage(planner, alone, 2, DEFAULT_CAP_MB))
 
 
 def _of_eight() -> Iterator[OwnRun]:

@@ -406,6 +406,7 @@ def test_buckets_even_each_other_out() -> None:
 WIDTH = 3000  # a square of it is 34.3 MiB in fp32, 17.2 in bf16
 SQUARE = 4 * WIDTH * WIDTH
 PAIR, TWELFTH = -(-2 * SQUARE // MIB), -(-12 * SQUARE // 12 // MIB)  # MiB of the larger unit, and of the whole
+QUARTER = -(-12 * SQUARE // 4 // MIB)
 
 
 def two_units() -> nn.Module:
@@ -424,7 +425,8 @@ def config(module: nn.Module | None, stage: int = 3, **changes: Any) -> Config:
 
 def sizes_of(found: Config, device: str = "cpu", ranks: int = 2, hosts: int = 1) -> BucketSizes:
     listed = [torch.empty(3, device="meta")] if found.module is None else list(found.module.parameters())
-    return found.bucket_sizes(listed, torch.device(device), ranks, hosts, found.precisions())
+    precisions = found.precisions()
+    return found.bucket_sizes(listed, torch.device(device), precisions, ranks=ranks, world_size=ranks, hosts=hosts)
 
 
 def mib(most: int, first: int | None = None) -> BucketSizes:
@@ -440,9 +442,9 @@ ROWS: list[tuple[nn.Module, Any, str, tuple[int, int, int], BucketSizes]] = [  #
     (two_units(), None, "cpu", (3, 10_000, 1), mib(DEFAULT_CAP_MB)),
     *[(two_units(), cap, "cuda", (3, ranks, 8), mib(PAIR)) for cap, ranks in (("auto", 2), (None, MANY_RANKS))],
     *[(two_units(), "auto", "cuda", (stage, 8, 1), CAPPED) for stage in (0, 2)],
-    (two_units(), None, "cuda", (3, 1, 1), CAPPED),  # one rank gathers nothing
+    *[(two_units(), None, "cuda", (stage, 1, 1), mib(QUARTER)) for stage in (0, 3)],  # one rank gathers nothing
     *[(two_units(), cap, "cuda", MANY, found) for cap, found in (("auto", mib(PAIR)), (None, CAPPED))],
-    *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(256 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+    *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(512 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
     (nn.Linear(3, 3), "auto", "cuda", (2, 8, 2), mib(25, DEFAULT_CAP_MB)),
 ]
 

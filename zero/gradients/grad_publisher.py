@@ -43,6 +43,8 @@ from ..runtime.compiled_calls import untraced_methods
 from ..runtime.joining import Joining
 from .backward_schedule import BackwardSchedule
 
+_DETACH = torch.ops.aten.detach.default
+_ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 _READ = "optimizer.full_grad(p) to read"
 
 
@@ -69,7 +71,7 @@ class ShardedGradient(torch.Tensor):
         owner: the parameter's name.
         bucket: the parameter's bucket.
         slot: the number of its slot there.
-        capture: the gradient that autograd added last, until the parameter's hook takes it.
+        capture: the gradient that autograd added last, until it is taken.
         listener: receives zeroing and unscaling.
         reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
     """
@@ -121,15 +123,14 @@ class ShardedGradient(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        aten = torch.ops.aten
         first = args[0] if args else None
-        if func is aten.detach.default:
+        if func is _DETACH:
             return first
-        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
+        if func in _ADDITIONS and isinstance(first, cls):
             if current_graph_task_id() != NO_TASK and not kwargs:
                 first.capture = args[1]
                 return first
-        elif func is aten.zero_.default and isinstance(first, cls):
+        elif func is torch.ops.aten.zero_.default and isinstance(first, cls):
             first._zero()
             return first
         elif func is aten_foreach_zero_:
@@ -146,6 +147,11 @@ class ShardedGradient(torch.Tensor):
                     listener.unscale(found, inverse)
             return None
         return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
+
+    def take_capture(self) -> Tensor | None:
+        """Return the gradient that autograd added last, once."""
+        gradient, self.capture = self.capture, None
+        return gradient
 
     def _zero(self) -> None:
         listener, bucket = self.listener(), self.bucket()

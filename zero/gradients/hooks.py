@@ -51,8 +51,8 @@ class _PostAccumulateHook:
     """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly.
 
     It leaves the gradient in p.grad (`GradientTaking`), unless more is due: for the first gradient of a backward, for
-    the last one of a bucket, for one that a placeholder has captured, and where the current stream has changed. To
-    leave it takes no lock: a bucket is on one device, for which a graph task has one thread.
+    the last one of a bucket, and where the current stream has changed. To leave it takes no lock: a bucket is on one
+    device, for which a graph task has one thread.
     """
 
     __slots__ = ("_bucket", "_slot", "owner")
@@ -66,8 +66,7 @@ class _PostAccumulateHook:
         if owner is None or bucket is None:
             return
         if (
-            bucket.published[slot] is None
-            and bucket.grad.missing > 1
+            bucket.grad.missing > 1
             and current_graph_task_id() == owner.task
             and not (owner.streams.exist and owner.streams.changed())
         ):
@@ -82,8 +81,7 @@ class _PostAccumulateHook:
                 return
             gradient = parameter.grad
             if isinstance(gradient, ShardedGradient):
-                placeholder, gradient = gradient, gradient.capture
-                placeholder.capture = None
+                gradient = gradient.take_capture()
             assert gradient is not None
             if current_graph_task_id() != owner.task:
                 owner.begin(listener, bucket.spec.slots[slot].parameter, parameter)

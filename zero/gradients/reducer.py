@@ -7,7 +7,7 @@ Takes gradients out of p.grad, where autograd has put them, and leaves placehold
 
 A hook leaves the gradient there until the last one of its bucket has come, or the backward ends: then all are taken in
 one loop. Until then p.grad is the user's, as in a plain loop: an edit by a hook is an edit of the gradient, and None is
-none. A gradient that autograd adds to a placeholder is taken in its hook, since the next one would replace it.
+none. The placeholder keeps one that autograd adds to it as long.
 
 The division of sums, with the bits of torch's `div_`, in one call for all buckets where there is one.
 
@@ -48,8 +48,10 @@ from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
 from .agreement import Agreement, JoinProtocol, Options, Record, check_usable
 from .backward_schedule import BackwardSchedule, inside_backward
-from .grad_publisher import GradPublisher
+from .grad_publisher import GradPublisher, ShardedGradient
 from .hooks import GradientHooks
+
+_STRIDED = torch.strided
 
 
 class GradientTaking:
@@ -63,21 +65,21 @@ class GradientTaking:
 
         Raises `RuntimeError`, and leaves None there, if the gradient is sparse, or if torch refuses the placeholder.
         """
-        if gradient.layout is not torch.strided:
-            bucket.parameters[slot].grad = None
-            raise RuntimeError(
-                f"rank {self._rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
-                "sparse gradients are not supported; build the Embedding with sparse=False"
-            )
         try:
-            bucket.take_gradient(slot, self._make_placeholder)
+            if gradient.layout is _STRIDED:
+                bucket.take_gradient(slot, gradient, self._make_placeholder)
+                return
         except RuntimeError as refused:
             bucket.publish(slot, None)
             problem = changed(bucket.parameters[slot], bucket.specs[slot])
             raise RuntimeError(
                 f"rank {self._rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
             ) from refused
-        bucket.grad.add(slot, gradient)
+        bucket.parameters[slot].grad = None
+        raise RuntimeError(
+            f"rank {self._rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
+            "sparse gradients are not supported; build the Embedding with sparse=False"
+        )
 
     def take_left(self, bucket: Bucket) -> None:
         """Take the gradients that hooks have left in p.grad. Where the user has put None since, there is none."""
@@ -85,6 +87,8 @@ class GradientTaking:
             while bucket.left:  # an error drops the gradient that caused it, and no other
                 slot = bucket.left.pop()
                 gradient = bucket.parameters[slot].grad
+                if isinstance(gradient, ShardedGradient):
+                    gradient = gradient.take_capture()
                 if gradient is None:
                     bucket.clear_slot(slot)
                 else:
@@ -403,6 +407,8 @@ class Reducer:
         self.publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
+        if bucket.left:
+            self._taking.take_left(bucket)  # what came before is zeroed, too
         self.schedule.forget_means()
         self.publisher.zeroed(bucket, slot)
 

@@ -160,6 +160,7 @@ class Planner:
             setting.device,
             units_are_gathered=setting.gathers_units,
             ranks=setting.factor,
+            world_size=setting.world_size,
             hosts=setting.hosts,
             largest_unit=max(units[1:], default=0),
             total=sum(units),

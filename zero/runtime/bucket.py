@@ -145,15 +145,17 @@ class Bucket(StoredBucket):
         self.used[slot] = 1  # if it is zeroed, there is one
         self.hide(slot, make)
 
-    def take_gradient(self, slot: int, make: MakePlaceholder) -> None:
-        """Note that the backward under way has a gradient, and put a placeholder into p.grad. Raises `RuntimeError` if
-        torch refuses that, as `publish` says."""
+    def take_gradient(self, slot: int, gradient: Tensor, make: MakePlaceholder) -> None:
+        """Hold a gradient of the backward under way, and put a placeholder into p.grad. Raises `RuntimeError` if torch
+        refuses that, as `publish` says."""
         self.used[slot] = 1
-        placeholder = self.placeholders[slot]  # without a call, where there is one
-        if placeholder is None:
-            placeholder = self.placeholder(slot, make)
-        self.parameters[slot].grad = self.published[slot] = placeholder
-        self.hidden[slot] = 1
+        if not self.hidden[slot]:
+            placeholder = self.placeholders[slot]  # without a call, where there is one
+            if placeholder is None:
+                placeholder = self.placeholder(slot, make)
+            self.parameters[slot].grad = self.published[slot] = placeholder
+            self.hidden[slot] = 1
+        self.grad.add(slot, gradient)
 
     def leave(self, slot: int) -> None:
         """Note that the backward under way has a gradient, which stays in p.grad until it is taken."""
