@@ -110,14 +110,17 @@ def enqueued(stream: torch.Stream, device: torch.device) -> Iterator[None]:
 
 def end_of(owner: object, stream: torch.Stream, device: torch.device) -> Callable[[], object]:
     """Return a call that orders the current stream behind the work that a stream aside has now. Further calls do
-    nothing. It is also made when ``owner``, which refers to the memory in use, is given up without a wait."""
-    end = weakref.finalize(owner, _follow, stream.record_event(), device)
-    end.atexit = False
+    nothing. When ``owner``, which refers to the memory in use, is given up without a wait, the stream that is current
+    now is ordered so, to which the memory belongs: Python may collect garbage in any thread."""
+    event = stream.record_event()
+    given_up = weakref.finalize(owner, torch.accelerator.current_stream(device).wait_event, event)
+    given_up.atexit = False
+
+    def end() -> None:
+        if given_up.detach() is not None:
+            torch.accelerator.current_stream(device).wait_event(event)
+
     return end
-
-
-def _follow(event: torch.Event, device: torch.device) -> None:
-    torch.accelerator.current_stream(device).wait_event(event)
 
 
 class AddedAside:

@@ -26,8 +26,8 @@ def kernels(device: torch.device) -> DeviceKernels:
         OSError: a library is missing.
         RuntimeError: the source does not compile, or the driver does not take it.
     """
-    major, minor = torch.cuda.get_device_capability(device)
-    binary = compiled(source(), f"sm_{major}{minor}", nvrtc_library())
+    library = nvrtc_library()
+    binary = compiled(source(), architecture_for(torch.cuda.get_device_capability(device), library), library)
     return DeviceKernels(_Launcher(binary, device), torch.cuda.get_device_properties(device).multi_processor_count)
 
 
@@ -46,8 +46,20 @@ def nvrtc_library() -> ctypes.CDLL:
     raise OSError(f"there is no NVRTC: {'; '.join(errors)}")
 
 
+def architecture_for(capability: tuple[int, int], library: ctypes.CDLL) -> str:
+    """Return the architecture to compile for: the device's own, or if it is newer than this NVRTC, the newest older
+    one as PTX, which the driver translates."""
+    own, count = 10 * capability[0] + capability[1], ctypes.c_int()
+    if library.nvrtcGetNumSupportedArchs(ctypes.byref(count)):
+        return f"sm_{own}"
+    known = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(known)
+    older = [number for number in known if number <= own]
+    return f"sm_{own}" if own in older or not older else f"compute_{max(older)}"
+
+
 def compiled(text: str, architecture: str, library: ctypes.CDLL) -> bytes:
-    """Return the device's code for the text of a CUDA source. ``architecture``: such as "sm_90".
+    """Return the code for the text of a CUDA source. ``architecture``: such as "sm_90", or "compute_90" for PTX.
 
     Raises:
         RuntimeError: it does not compile; the error has NVRTC's log.
@@ -71,9 +83,10 @@ def compiled(text: str, architecture: str, library: ctypes.CDLL) -> bytes:
             raise RuntimeError(
                 f"NVRTC returned error {failed} for {architecture}: {log.value.decode(errors='replace')}"
             )
-        check("nvrtcGetCUBINSize", program, ctypes.byref(size))
+        kind = "PTX" if architecture.startswith("compute_") else "CUBIN"
+        check(f"nvrtcGet{kind}Size", program, ctypes.byref(size))
         binary = ctypes.create_string_buffer(size.value)
-        check("nvrtcGetCUBIN", program, binary)
+        check(f"nvrtcGet{kind}", program, binary)
         return binary.raw
     finally:
         call("nvrtcDestroyProgram", ctypes.byref(program))

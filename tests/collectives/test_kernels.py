@@ -13,6 +13,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -193,11 +194,52 @@ def test_wrong_kernels_and_a_failed_compile_leave_the_operators_with_one_warning
     assert gpus.look_up(torch.device("cuda", 0)) is None
 
 
+class Nvrtc:
+    """An NVRTC that knows some architectures, and returns what it was asked for as the code."""
+
+    def __init__(self, *known: int) -> None:
+        self._known, self._asked = known, b""
+
+    def __getattr__(self, name: str) -> Any:
+        kind = b"PTX" if "PTX" in name else b"CUBIN"
+
+        def answer(*given: Any) -> int:
+            match name:
+                case "nvrtcGetNumSupportedArchs":
+                    given[0]._obj.value = len(self._known)
+                case "nvrtcGetSupportedArchs":
+                    given[0][:] = self._known
+                case "nvrtcCompileProgram":
+                    self._asked = given[2][0]
+                case "nvrtcGetPTXSize" | "nvrtcGetCUBINSize":
+                    given[1]._obj.value = 80
+                case "nvrtcGetPTX" | "nvrtcGetCUBIN":
+                    given[1].value = kind + b" of " + self._asked
+            return 0
+
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("capability", "known", "code"),
+    [
+        ((9, 0), (80, 90, 100), "CUBIN of --gpu-architecture=sm_90"),
+        ((10, 3), (80, 90, 100), "PTX of --gpu-architecture=compute_100"),
+        ((12, 1), (80, 90), "PTX of --gpu-architecture=compute_90"),
+        ((7, 0), (80, 90), "CUBIN of --gpu-architecture=sm_70"),
+    ],
+)
+def test_a_device_newer_than_the_compiler_gets_ptx(capability: tuple[int, int], known: Any, code: str) -> None:
+    library: Any = Nvrtc(*known)
+    made = nvrtc.compiled("", nvrtc.architecture_for(capability, library), library)
+    assert made.rstrip(b"\0").decode() == code
+
+
 def test_the_driver_launches_them_from_any_thread_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is one that runs a kernel of the CPU at once, and returns an error without the device's context."""
     driver, cuda, stream = compiled(), torch.device("cuda", 0), 7 << 40
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    monkeypatch.setattr(nvrtc, "nvrtc_library", lambda: None)
+    monkeypatch.setattr(nvrtc, "nvrtc_library", lambda: Nvrtc(90))
     monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"code")
     for name, value in (
         ("get_device_capability", (9, 0)),

@@ -8,6 +8,7 @@ its parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,17 +180,18 @@ def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> 
     run_program(config, *STEPS, backend=Played(on_streams(2, rank)))
 
 
-@pytest.mark.parametrize("is_awaited", [True, False])
-def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: bool) -> None:
+@pytest.mark.parametrize("end", ["awaited", "given up", "given up by another thread"])
+def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(end: str) -> None:
     with StreamChecker() as device:
         source, out, stream = torch.ones(4), torch.ones(4), Aside().of(CPU)
         assert stream is not None
         adds: Any = SimpleNamespace(wait=lambda: torch.add(source, 1, out=out))
         work = AddedAside(solo(), Launched(Chain(()), adds), stream, CPU, (source, out))
         assert stream not in device.default.clock, "the current stream has not waited"
-        if is_awaited:
+        if end == "awaited":
             work.wait()
-        del work
+        with device.stream("another thread's") if end.endswith("thread") else nullcontext():
+            del work
         source.zero_()
         out.zero_()
 
