@@ -115,30 +115,29 @@ class Pool:
         result = torch.empty(0, dtype=dtype, device=device)
         if need == 0:
             return result
-        for block in self._blocks:  # what is asked for again and again
-            is_alike = block.nbytes == need and block.device == device
-            if is_alike and storage_use_count(block.number) == 1 and (self._exact or block.is_kept):
-                break
-        else:
-            block = self._other_block(need, device)
+        block = self._same_block(need, device) or self._other_block(need, device)
         block.requested = need
         return result.set_(block.storage, 0, (numel,), (1,))
 
+    def _same_block(self, need: int, device: torch.device) -> _Block | None:
+        """Return a free block of just this length; None if there is none."""
+        for block in self._blocks:  # the same lengths are asked for again and again
+            if block.nbytes == need and block.device == device and (self._exact or block.is_kept) and block.free:
+                return block
+        return None
+
     def _other_block(self, need: int, device: torch.device) -> _Block:
-        """Return a block where no free one has just this length."""
-        free, in_use = list[_Block](), 0
-        for each in self._blocks:  # whether one is free is asked once
-            if each.free:
-                free.append(each)
-            else:
-                in_use += each.requested
+        """Return a longer block, or a new one."""
+        in_use = sum(block.requested for block in self._blocks if not block.free)
         self._most_requested = max(self._most_requested, in_use + need)
         if not self._exact:
-            self._drop([each for each in free if not each.is_kept])
-            fitting = [each for each in free if each.is_kept and each.device == device and each.nbytes > need]
+            self.drop_cheap()
+            fitting = [block for block in self._blocks if block.nbytes > need and block.device == device and block.free]
             if fitting:
                 return min(fitting, key=lambda block: block.nbytes)
-        self._make_room([each for each in free if self._exact or each.is_kept], need, device)
+        self._make_room(
+            need, device
+        )  # nothing here, or in a caller, refers to a block that is dropped: both would be there
         block = _Block(self._allocate(need, device), need)
         self._blocks.append(block)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
@@ -153,9 +152,10 @@ class Pool:
         """Drop every free block."""
         self._drop([block for block in self._blocks if block.free])
 
-    def _make_room(self, free: list[_Block], need: int, device: torch.device) -> None:
+    def _make_room(self, need: int, device: torch.device) -> None:
         """Drop the free blocks that a new block replaces."""
-        by_size = sorted((block for block in free if block.device == device), key=lambda block: block.nbytes)
+        free = [block for block in self._blocks if block.device == device and block.free]
+        by_size = sorted(free, key=lambda block: block.nbytes)
         if not self._exact:
             self._drop(by_size[-1:])
             return

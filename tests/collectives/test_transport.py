@@ -408,7 +408,16 @@ def test_the_pool_hands_out_no_block_twice_and_holds_a_bounded_surplus(
     events: list[tuple[int, torch.dtype] | int], views_only: bool, exact: bool
 ) -> None:
     """An event takes a tensor, or releases the tensor of that number. Tensors in use keep their content."""
-    pool = Pool(exact=exact)
+    blocks: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def allocate(nbytes: int, device: torch.device) -> torch.UntypedStorage:
+        alive = [block for reference in blocks if (block := reference()) is not None]
+        assert sum(block.nbytes() for block in alive) == pool.held_bytes, "what was dropped is there beside what is new"
+        block = torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
+        blocks.append(weakref.ref(block))
+        return block
+
+    pool = Pool(exact=exact, allocate=allocate)
     live: list[tuple[Tensor, int, int]] = []  # a tensor in use, the value written into it, the requested bytes
     most_asked = most_live = largest = peak = 0
 
