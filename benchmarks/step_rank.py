@@ -9,6 +9,7 @@ Knows: steps, clocks, memory of this process. Does not know: its parent process,
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import json
@@ -44,7 +45,13 @@ class StepJob:
     narrow: bool = False
     muon: bool = False
     in_turn: bool = False
+    micro_batches: int = 1
     timeout: float = 300.0
+
+    def to_json(self) -> str:
+        """Return the job for a process, perhaps of an older tree, which does not know all that has a default."""
+        fields = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return json.dumps({name: value for name, (value, default) in fields.items() if value != default})
 
 
 @dataclass(frozen=True)
@@ -72,6 +79,7 @@ class Steps:
     def __init__(self, job: StepJob) -> None:
         self._model = trainable(job.model)
         self._generator = torch.Generator().manual_seed(dist.get_rank())
+        self._micro_batches = job.micro_batches
         self.training: Training = KNOWN[job.system].build(self._model.build(), How(CAP_MB, job.narrow, job.muon))
         self.loss = torch.zeros(())
 
@@ -86,7 +94,8 @@ class Steps:
         for _ in range(number):
             dist.barrier()
             begin = time.perf_counter()
-            self.backward()
+            for _ in range(self._micro_batches):
+                self.backward()
             self.training.step()
             self.training.clear()
             yield time.perf_counter() - begin

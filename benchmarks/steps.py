@@ -38,9 +38,9 @@ IN_TURN, QUICK_IN_TURN = (9, 3, 20), (1, 1, 3)
 
 
 def measure(
-    models: list[str], systems: list[str], ranks: int, numbers: tuple[int, int, int], how: dict[str, bool], out: Console
+    models: list[str], systems: list[str], ranks: int, numbers: tuple[int, int, int], how: dict[str, Any], out: Console
 ) -> Iterator[Run]:
-    """Run every system on every model in rounds. ``how``: "narrow" and "muon" of a `StepJob`.
+    """Run every system on every model in rounds. ``how``: "narrow", "muon" and "micro_batches" of a `StepJob`.
 
     Each round begins with another system; each run has fresh processes.
     """
@@ -52,12 +52,12 @@ def measure(
                     system = systems[(number + i) % len(systems)]
                     status.update(f"{model}, round {number + 1} of {rounds}: {system}")
                     job = StepJob(system, model, warm, steps, **how)
-                    lines = run_ranks("step_rank", json.dumps(asdict(job)), ranks)
+                    lines = run_ranks("step_rank", job.to_json(), ranks)
                     yield Run.of(system, model, number, [Trained(**json.loads(printed[-1])) for printed in lines])
 
 
 def take_turns(
-    model: str, systems: list[str], ranks: int, numbers: tuple[int, int, int], how: dict[str, bool], out: Console
+    model: str, systems: list[str], ranks: int, numbers: tuple[int, int, int], how: dict[str, Any], out: Console
 ) -> Iterator[Turn]:
     """Yield the turns of every round. All systems of a round live in processes of their own, and step in turn."""
     rounds, warm, steps = numbers
@@ -68,7 +68,7 @@ def take_turns(
                 running: dict[str, Ranks] = {}
                 for name in systems:
                     system, _, tree = name.partition("@")
-                    job = json.dumps(asdict(StepJob(system, model, warm, steps, in_turn=True, **how)))
+                    job = StepJob(system, model, warm, steps, in_turn=True, **how).to_json()
                     where = Path(tree).resolve() if tree else None
                     name = f"{system}@{where.name}" if where else system  # results name no folder of the machine
                     running[name] = stack.enter_context(started("step_rank", job, [()] * ranks, tree=where))
@@ -115,6 +115,7 @@ def main(
     optimizer: Annotated[str, typer.Option(help="adamw; muon: Muon for matrices of blocks, AdamW for the rest.")] = (
         "adamw"
     ),
+    micro_batches: Annotated[int, typer.Option(help="How many backwards a step, each of them reduced.")] = 1,
     dials: Annotated[
         bool, typer.Option("--dials", help="Options that FSDP2 and this library both have, instead of systems.")
     ] = False,
@@ -129,7 +130,7 @@ def main(
     console, parts = tables.console(stderr=markdown), list[Any]()
     checked([precision], ("fp32", "bf16"), "precision")
     checked([optimizer], ("adamw", "muon"), "optimizer")
-    how = {"narrow": precision == "bf16", "muon": optimizer == "muon"}
+    how = {"narrow": precision == "bf16", "muon": optimizer == "muon", "micro_batches": micro_batches}
     stem = "-".join(["steps", *(name for name in (precision, optimizer) if name not in ("fp32", "adamw"))])
     stem += "-in-turn" if in_turn else "-dials" if dials else ""
     here = DIALS if dials else {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
