@@ -73,6 +73,9 @@ class Tag(NamedTuple):
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
 
+Tag.__new__.__annotations__["kind"] = Kind  # the API page cannot resolve the name in a named tuple's module
+
+
 def with_offset(packed: bytes, offset: int = 0) -> bytes:
     """Complete a header by the offset of the message's bytes in memory that the receiver can map."""
     return packed + _OFFSET.pack(offset)
