@@ -49,7 +49,7 @@ class Tag(NamedTuple):
     kind: Kind
     label: str
     round: int = 0
-    index: int = 0  # type: ignore[assignment]
+    index: int = 0  # type: ignore[assignment] # a tuple's method, which nothing calls
     digest: int = 0
 
     def digested(self, digest: int) -> Tag:

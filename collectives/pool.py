@@ -135,9 +135,8 @@ class Pool:
             fitting = [block for block in self._blocks if block.nbytes > need and block.device == device and block.free]
             if fitting:
                 return min(fitting, key=lambda block: block.nbytes)
-        self._make_room(
-            need, device
-        )  # nothing here, or in a caller, refers to a block that is dropped: both would be there
+        # nothing here, or in a caller, refers to a block that is dropped: old and new would exist at once
+        self._make_room(need, device)
         block = _Block(self._allocate(need, device), need)
         self._blocks.append(block)
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)

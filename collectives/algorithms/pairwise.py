@@ -22,7 +22,7 @@ from ..transport import GRAIN, Transport, as_a_whole, chunks
 from .base import ADDING_UP
 from .ordered_sum import ordered_sum
 
-_SENT = Chain(())  # of a single rank
+_NOTHING = Chain(())  # of a single rank
 
 
 class _PairwiseReduceScatter:
@@ -62,7 +62,7 @@ class Pairwise:
         """See `collectives.Collective.reduce_scatter`. Scratch memory: W - 1 shards in ``source``'s dtype."""
         t = self.transport
         if t.world_size == 1:  # nothing arrives, but ``start`` may be a sum that does
-            return _PairwiseReduceScatter(t, [(_SENT, [source] if start is None else [start, source], out)], ())
+            return _PairwiseReduceScatter(t, [(_NOTHING, [source] if start is None else [start, source], out)], ())
         low, high = bounds[t.rank], bounds[t.rank + 1]
         width = -(-(high - low) // GRAIN) * GRAIN  # each contribution begins on a boundary
         scratch = t.scratch((t.world_size - 1) * width, source.dtype, source.device)
@@ -82,7 +82,7 @@ class Pairwise:
         """See `collectives.Collective.all_gather`. Each shard arrives in its place, without scratch memory."""
         t = self.transport
         if t.world_size == 1:
-            return _SENT
+            return _NOTHING
         recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         return Chain([*recvs, *(t.isend(own, to, tag) for to in t.peers())])

@@ -39,18 +39,18 @@ PARTS = 64  # of the time limit: a rank that waits longer than one of them tells
 
 
 def _arrived(
-    messenger: Messenger, source: int, tag: Tag, size: int, patience: float, still_here: Callable[[], None]
+    messenger: Messenger, source: int, tag: Tag, size: int | None, patience: float, still_here: Callable[[], None]
 ) -> ControlRecv | None:
     """Return what ``source`` sends at ``tag``, or None if it has entered a round that this rank has not.
 
-    ``size``: how many bytes that probably is. ``patience``: seconds beyond the time limit. ``still_here``: is called
-    when ``source`` says that it waits itself.
+    ``size``: how many bytes that probably is, if it is known. ``patience``: seconds beyond the time limit.
+    ``still_here``: is called when ``source`` says that it waits itself.
     """
     messenger.confirm_expected(source)
-    likely = messenger.packed(tag, size)
+    likely = None if size is None else messenger.packed(tag, size)
     while True:
         header = messenger.next_header(source, tag, patience)
-        if header.startswith(likely):
+        if size is not None and likely is not None and header.startswith(likely):
             return ControlRecv(messenger, source, tag, size)
         theirs, size = Tag.unpack(header)
         if theirs.same(tag):
@@ -207,7 +207,7 @@ class Tree:
     def _hear(self, source: int, tag: Tag, waiting: Sequence[int]) -> bytes | None:
         """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that may wait for this
         rank meanwhile."""
-        recv = _arrived(self._messenger, source, tag, 0, self.patience[source], lambda: self._tell(waiting, tag))
+        recv = _arrived(self._messenger, source, tag, None, self.patience[source], lambda: self._tell(waiting, tag))
         if recv is None:
             return None
         self._tell(waiting, tag)

@@ -446,6 +446,7 @@ ROWS: list[tuple[nn.Module, Any, str, tuple[int, int, int], BucketSizes]] = [  #
     *[(two_units(), cap, "cuda", MANY, found) for cap, found in (("auto", mib(PAIR)), (None, CAPPED))],
     *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(512 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
     (nn.Linear(3, 3), "auto", "cuda", (2, 8, 2), mib(25, DEFAULT_CAP_MB)),
+    (LARGE, None, "cuda", (2, 1, 1), mib(2048)),
 ]
 
 

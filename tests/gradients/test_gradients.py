@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -169,3 +170,85 @@ def test_a_backward_that_a_broken_connection_ended_is_forgotten_without_a_wait()
             optimizer.step()
 
     Loopback[None](2, timeout=BOUND, interfere=interfere).run(program)
+
+
+class Raises(torch.autograd.Function):
+    """The identity, whose backward raises on rank 0, or changes the gradient that it is given in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: str) -> Tensor:
+        ctx.how = how
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        if ctx.how == "raises":
+            raise ZeroDivisionError
+        return gradients[0].mul_(3.0) if ctx.how == "in place" else gradients[0], None
+
+
+class Chained(nn.Module):
+    """Gradients come in the order scale, last, and that of ``beside``, which is the tensor that `Raises` is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.beside, self.last, self.scale = (nn.Parameter(torch.full((4,), 2.0)) for _ in range(4))
+
+    def forward(self, how: str = "") -> Tensor:
+        inner: Tensor = Raises.apply(self.first * 3.0, how)  # type: ignore[no-untyped-call]
+        return ((inner + self.beside) * self.last * self.scale).square().sum()
+
+
+@pytest.mark.parametrize("stage", rows([0, 2], [1]))
+@pytest.mark.parametrize("number", [0, 1])
+def test_none_after_a_backward_that_raised_on_one_rank_clears_what_the_others_contributed(
+    stage: int, number: int
+) -> None:
+    """``number``: of the micro-batch."""
+
+    def program(transport: Transport) -> Tensor:
+        model = Chained()
+        optimizer = with_sgd(model, transport, stage=stage)
+        for micro in range(3):
+            fails = micro == number and transport.rank == 0
+            with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+                model("raises" if fails else "").backward()
+            if micro == number:
+                model.last.grad = None
+        optimizer.step()
+        return model.last.detach()
+
+    alone = Chained()
+    for _ in range(2 * (2 - number)):
+        alone().backward()
+    assert alone.last.grad is not None
+    alone.last.grad /= 2
+    torch.optim.SGD([alone.last], lr=0.1).step()
+    for last in Loopback[Tensor](2).run(program):
+        assert_same_bits(last, alone.last.detach(), "the parameter")
+
+
+@pytest.mark.parametrize("stage", rows([0, 2], [1, 3]))
+def test_a_further_gradient_that_its_function_goes_on_to_edit_is_loud(stage: int) -> None:
+    """A plain loop has added it before; a rank adds a bucket's gradients together."""
+    _optimizer = with_sgd(model := Chained(), solo(), stage=stage)
+    model().backward()
+    with pytest.raises(RuntimeError, match="the gradient of 'beside' was modified in place after"):
+        model("in place").backward()  # the last gradient of the only bucket comes in this backward
+
+
+@pytest.mark.parametrize("stage", rows([2], [1, 3]))
+def test_after_the_error_for_an_assigned_gradient_training_goes_on(stage: int) -> None:
+    optimizer = with_sgd(model := Chained(), solo(), stage=stage)
+    model().backward()
+    model.beside.grad = torch.ones(4)
+    with pytest.raises(RuntimeError, match="the gradient of 'beside' was assigned from outside"):
+        model().backward()
+    model().backward()
+    optimizer.step()
+    alone = Chained()
+    for _ in range(2):
+        alone().backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    with optimizer.gathered():
+        assert_same_model(model, alone)

@@ -34,6 +34,7 @@ DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
 MOST_CAP_MB, MOST_CAP_MB_BETWEEN_HOSTS = 512, 256  # of a bucket that is not a unit, on accelerators
 BUCKETS_OF_A_MODEL = 12  # there: few enough for the host, enough for reductions to run beside the backward
 BUCKETS_OF_ONE_RANK = 4  # there: nothing runs beside the backward, and one bucket is copied while gradients are there
+MOST_CAP_MB_OF_ONE_RANK = 2048
 MANY_RANKS = 64  # from here on, a ring over 25 MiB spends more on its steps than on bytes, even at 10 us each
 
 
@@ -237,8 +238,9 @@ def bucket_sizes(
 
     None is 25 MiB on the CPU. On an accelerator it is chosen from the model, since a bucket costs the host the same
     time, however large it is: a unit that is gathered is one bucket; else buckets have a twelfth of the model, from 25
-    to 512 MiB (between hosts 256), and the first one has 25. A single rank has about four. "auto" is the same, and
-    where ranks are many at least the largest unit: a ring takes a step for each rank, however few bytes it moves.
+    to 512 MiB (between hosts 256), and the first one has 25. A single rank has about four, of at most 2048. "auto" is
+    the same, and where ranks are many at least the largest unit: a ring takes a step for each rank, however few bytes
+    it moves.
 
     Args:
         cap_mb: as the user gave it.
@@ -257,7 +259,8 @@ def bucket_sizes(
     elif units_are_gathered:
         most = first = unit_cap_mb(largest_unit)
     elif world_size == 1:
-        most = first = max(DEFAULT_CAP_MB, -(-total // (BUCKETS_OF_ONE_RANK * MIB)))
+        quarter = -(-total // (BUCKETS_OF_ONE_RANK * MIB))
+        most = first = max(DEFAULT_CAP_MB, min(MOST_CAP_MB_OF_ONE_RANK, quarter))
     else:
         limit = MOST_CAP_MB if hosts == 1 else MOST_CAP_MB_BETWEEN_HOSTS
         most, first = max(DEFAULT_CAP_MB, min(limit, -(-total // (BUCKETS_OF_A_MODEL * MIB)))), DEFAULT_CAP_MB

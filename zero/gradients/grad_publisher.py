@@ -71,7 +71,7 @@ class ShardedGradient(torch.Tensor):
         owner: the parameter's name.
         bucket: the parameter's bucket.
         slot: the number of its slot there.
-        capture: the gradient that autograd added last, until it is taken.
+        capture: the gradient that autograd added last, until the parameter's hook takes it.
         listener: receives zeroing and unscaling.
         reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
     """
@@ -147,11 +147,6 @@ class ShardedGradient(torch.Tensor):
                     listener.unscale(found, inverse)
             return None
         return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
-
-    def take_capture(self) -> Tensor | None:
-        """Return the gradient that autograd added last, once."""
-        gradient, self.capture = self.capture, None
-        return gradient
 
     def _zero(self) -> None:
         listener, bucket = self.listener(), self.bucket()
@@ -306,6 +301,7 @@ class GradPublisher:
                 bucket.grad.mean_view(slot).copy_(gradient)
             else:
                 foreign[bucket.spec.slots[slot].parameter] = bucket.specs[slot].name
+                bucket.hidden[slot] = 0
         self.forget(cleared)
         moved = None
         if self.means_are_shown and self._schedule.unusable is None:  # real tensors, perhaps zeroed, or in other memory

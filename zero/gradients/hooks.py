@@ -40,7 +40,7 @@ class GradientListener(PlaceholderListener, Protocol):
     def backward_ended(self) -> None:
         """A graph task ended that was near, also if it accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
-    def take_left(self) -> None:
+    def take_left(self) -> object:
         """Take the gradients that hooks have left in p.grad."""
 
     def backward_is_near(self) -> None:
@@ -51,8 +51,9 @@ class _PostAccumulateHook:
     """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly.
 
     It leaves the gradient in p.grad (`GradientTaking`), unless more is due: for the first gradient of a backward, for
-    the last one of a bucket, and where the current stream has changed. To leave it takes no lock: a bucket is on one
-    device, for which a graph task has one thread.
+    the last one of a bucket, for one that a placeholder has captured, which may be edited in place later, and where the
+    current stream has changed. To leave it takes no lock: a bucket is on one device, for which a graph task has one
+    thread.
     """
 
     __slots__ = ("_bucket", "_slot", "owner")
@@ -66,7 +67,8 @@ class _PostAccumulateHook:
         if owner is None or bucket is None:
             return
         if (
-            bucket.grad.missing > 1
+            bucket.published[slot] is None
+            and bucket.grad.missing > 1
             and current_graph_task_id() == owner.task
             and not (owner.streams.exist and owner.streams.changed())
         ):
@@ -81,7 +83,8 @@ class _PostAccumulateHook:
                 return
             gradient = parameter.grad
             if isinstance(gradient, ShardedGradient):
-                gradient = gradient.take_capture()
+                placeholder, gradient = gradient, gradient.capture
+                placeholder.capture = None
             assert gradient is not None
             if current_graph_task_id() != owner.task:
                 owner.begin(listener, bucket.spec.slots[slot].parameter, parameter)

@@ -7,7 +7,7 @@ Takes gradients out of p.grad, where autograd has put them, and leaves placehold
 
 A hook leaves the gradient there until the last one of its bucket has come, or the backward ends: then all are taken in
 one loop. Until then p.grad is the user's, as in a plain loop: an edit by a hook is an edit of the gradient, and None is
-none. The placeholder keeps one that autograd adds to it as long.
+none. A gradient that autograd adds to a placeholder is taken in its hook, since the next one would replace it.
 
 The division of sums, with the bits of torch's `div_`, in one call for all buckets where there is one.
 
@@ -48,7 +48,7 @@ from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
 from .agreement import Agreement, JoinProtocol, Options, Record, check_usable
 from .backward_schedule import BackwardSchedule, inside_backward
-from .grad_publisher import GradPublisher, ShardedGradient
+from .grad_publisher import GradPublisher, SlotRef
 from .hooks import GradientHooks
 
 _STRIDED = torch.strided
@@ -81,18 +81,20 @@ class GradientTaking:
             "sparse gradients are not supported; build the Embedding with sparse=False"
         )
 
-    def take_left(self, bucket: Bucket) -> None:
-        """Take the gradients that hooks have left in p.grad. Where the user has put None since, there is none."""
+    def take_left(self, bucket: Bucket) -> list[int]:
+        """Take the gradients that hooks have left in p.grad. Return the slots where the user has put None since: they
+        have none."""
+        cleared = list[int]()
         with as_plain():  # a released parameter would be asked in Python
             while bucket.left:  # an error drops the gradient that caused it, and no other
                 slot = bucket.left.pop()
                 gradient = bucket.parameters[slot].grad
-                if isinstance(gradient, ShardedGradient):
-                    gradient = gradient.take_capture()
                 if gradient is None:
                     bucket.clear_slot(slot)
+                    cleared.append(slot)
                 else:
                     self.take(bucket, slot, gradient.detach() if gradient.requires_grad else gradient)
+        return cleared
 
 
 _Way = Callable[[list[Tensor], float], None]
@@ -395,10 +397,9 @@ class Reducer:
         if not bucket.grad.missing:
             self.schedule.arrived(bucket)
 
-    def take_left(self) -> None:
-        for bucket in self._buckets:
-            if bucket.left:
-                self._taking.take_left(bucket)
+    def take_left(self) -> list[SlotRef]:
+        left = [bucket for bucket in self._buckets if bucket.left]
+        return [(bucket, slot) for bucket in left for slot in self._taking.take_left(bucket)]
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
@@ -407,8 +408,6 @@ class Reducer:
         self.publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
-        if bucket.left:
-            self._taking.take_left(bucket)  # what came before is zeroed, too
         self.schedule.forget_means()
         self.publisher.zeroed(bucket, slot)
 
@@ -465,8 +464,8 @@ class Reducer:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        self.take_left()
-        cleared = self.publisher.cleared()  # after the exception, and so after the round that is completed here
+        # after the exception, and so after the round that is completed here, which brings what others have contributed
+        cleared = [*self.take_left(), *self.publisher.cleared()]
         self.hooks.forget()
         if self._transport.broken:
             self.schedule.abandon()

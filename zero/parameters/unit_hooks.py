@@ -373,7 +373,7 @@ class UnitHooks:
             raise
 
     def _is_under_way(self) -> bool:
-        """Return whether `_begin` was called in the backward that runs, and streams are the same."""
+        """Return whether `_begin` was called in the backward that runs, and the current streams have not changed."""
         if not self._backwards.task == current_graph_task_id() != NO_TASK:
             return False
         return not (self._streams.exist and self._streams.changed())

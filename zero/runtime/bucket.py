@@ -82,7 +82,7 @@ class Bucket(StoredBucket):
         seen: it was trainable in a backward since gradients were cleared.
         stale: its gradient must be cleared before a backward may add to it, or, if unusable, before it may be used.
         published: the tensor that was put into p.grad; None if none was.
-        hidden: it is the placeholder.
+        hidden: it is the placeholder. The user may have replaced it since, as `detect_changes` finds out.
         placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
 
     ``left``: slots whose gradient of the backward under way, or of an interrupted one, is in p.grad, until
@@ -149,12 +149,11 @@ class Bucket(StoredBucket):
         """Hold a gradient of the backward under way, and put a placeholder into p.grad. Raises `RuntimeError` if torch
         refuses that, as `publish` says."""
         self.used[slot] = 1
-        if not self.hidden[slot]:
-            placeholder = self.placeholders[slot]  # without a call, where there is one
-            if placeholder is None:
-                placeholder = self.placeholder(slot, make)
-            self.parameters[slot].grad = self.published[slot] = placeholder
-            self.hidden[slot] = 1
+        placeholder = self.placeholders[slot]  # without a call, where there is one
+        if placeholder is None:
+            placeholder = self.placeholder(slot, make)
+        self.parameters[slot].grad = self.published[slot] = placeholder
+        self.hidden[slot] = 1
         self.grad.add(slot, gradient)
 
     def leave(self, slot: int) -> None:
@@ -227,7 +226,7 @@ class Bucket(StoredBucket):
         self.hidden[slot] = self.published[slot] is placeholder
 
     def to_hide(self) -> list[int]:
-        """Return the slots that have a gradient, or may have one, and whose placeholder is not in p.grad."""
+        """Return the slots that have a gradient, or may have one, and whose placeholder was not put into p.grad."""
         return where(without(either(self.used, self.seen), self.hidden)) if 0 in self.hidden else []
 
     def placeholder(self, slot: int, make: MakePlaceholder) -> Tensor:
