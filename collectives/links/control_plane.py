@@ -47,21 +47,20 @@ def _arrived(
     ``still_here``: is called when ``source`` says that it waits itself.
     """
     messenger.confirm_expected(source)
-    likely = None if size is None else messenger.packed(tag, size)
     while True:
         header = messenger.next_header(source, tag, patience)
-        if size is not None and likely is not None and header.startswith(likely):
+        if size is not None and header.startswith(messenger.packed(tag, size)):
             return ControlRecv(messenger, source, tag, size)
-        theirs, size = Tag.unpack(header)
+        theirs, nbytes = Tag.unpack(header)
         if theirs.same(tag):
-            return ControlRecv(messenger, source, tag, size)
+            return ControlRecv(messenger, source, tag, nbytes)
         if theirs.same(_marked(tag, WAITING)):
             still_here()
         elif theirs.round > tag.round and tag.kind is Kind.MEET and theirs.kind in (Kind.REDUCE_SCATTER, Kind.MEET):
             messenger.states[source].unread_header = header
             return None
         elif theirs.kind is Kind.MEET and theirs.round < tag.round:
-            ControlRecv(messenger, source, theirs, size).wait()
+            ControlRecv(messenger, source, theirs, nbytes).wait()
         else:
             raise messenger.mismatch(source, tag, theirs)
 
