@@ -47,7 +47,7 @@ from collectives.pool import Pool
 from ..dials.loops import step
 from ..dials.record import config_with
 from ..support.carried import BF16, CPU, FP32, between_hosts, each, hosts_of, jitter, reduction
-from ..support.limits import PATIENT
+from ..support.limits import BOUND, PATIENT
 from ..support.machine.program import Backward
 from ..support.machine.run import Played, play, run
 from ..support.rows import rows
@@ -475,3 +475,11 @@ def test_a_message_under_way_holds_its_scratch_memory_and_is_let_go_of_once_sent
     alive = weakref.ref(sent)
     del sent
     assert alive() is None
+
+
+def test_after_a_message_that_is_out_of_date_the_next_one_has_its_own_length() -> None:
+    def program(transport: Transport) -> list[bytes]:
+        texts = iter([b"out of date"] * transport.rank + [b"now"])
+        return transport.meet(Tag(Kind.MEET, "a meeting", 1 - transport.rank), lambda: None, lambda: next(texts))
+
+    assert Loopback[list[bytes]](2, timeout=BOUND).run(program) == [[b"now", b"now"]] * 2
